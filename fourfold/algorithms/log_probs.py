@@ -1,0 +1,370 @@
+"""Log-probs, entropies and exact KL from hidden states, without a `[tokens, vocab]` tensor that outlives its chunk.
+
+`fused_log_probs` makes the logits of a chunk of tokens, reduces them, and forgets them; where a gradient needs them
+again it makes them again (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"), in plain torch.
+Within a chunk the passes over the vocabulary go by blocks of rows that stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of a block of rows. On a CPU 1 MiB of float32 stays in a core's cache; on a GPU launches cost more than passes.
+_CPU_BLOCK, _GPU_BLOCK = 2**18, 2**24
+# Vocabulary rows that are widened at once where a product has to run in float32 though the weight is narrower.
+_WIDENED_ROWS = 8192
+
+
+def log_probs_from_logits(
+    logits: Float[Tensor, "*shape vocab"], labels: Int64[Tensor, "*shape"], temperature: float = 1.0
+) -> Float[Tensor, "*shape"]:
+    """log softmax(logits / temperature)[label], at least in float32.
+
+    >>> scores = torch.tensor([0.0, 1.0, 2.0])
+    >>> round(log_probs_from_logits(scores, torch.tensor(2), temperature=0.5).item(), 4)
+    -0.1429
+    """
+    log_p = torch.log_softmax(_tempered(logits, temperature), dim=-1)
+    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_from_logits(logits: Float[Tensor, "*shape vocab"], temperature: float = 1.0) -> Float[Tensor, "*shape"]:
+    """H = -sum p log p of p = softmax(logits / temperature), at least in float32: the entropy of what is sampled from.
+
+    >>> round(entropy_from_logits(torch.tensor([0.0, 2.0]), temperature=0.5).item(), 4)
+    0.0902
+    """
+    log_p = torch.log_softmax(_tempered(logits, temperature), dim=-1)
+    # A forbidden token (-inf) adds 0, the limit of p log p, instead of 0 * inf.
+    return -(log_p.exp() * torch.where(log_p == -torch.inf, 0.0, log_p)).sum(dim=-1)
+
+
+def fused_log_probs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    labels: Int64[Tensor, "tokens"],
+    *,
+    bias: Float[Tensor, "vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    chunk_tokens: int = 1024,
+    with_entropy: bool = True,
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+    """Log-probs of `labels` and entropies of softmax(logits / temperature), both differentiable.
+
+    logits = scale * hidden @ weight^T + bias; with `softcap` c they become c * tanh(logits / c).
+    The product runs in the dtype of `hidden` and `weight`, everything after it in float32 (float64 for float64).
+    At most `chunk_tokens` rows of logits exist at a time. Without `with_entropy` the entropies are zeros.
+    """
+    _check_inputs(hidden, weight, temperature, softcap, chunk_tokens)
+    shape = _Shape(temperature, softcap, scale, chunk_tokens)
+    head_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    ahead = torch.is_grad_enabled() and hidden.requires_grad and not head_trained
+    return _FusedLogProbs.apply(hidden, weight, bias, labels, shape, with_entropy, ahead)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def fused_full_kl(
+    hidden_p: Float[Tensor, "tokens hidden_p"],
+    hidden_q: Float[Tensor, "tokens hidden_q"],
+    weight_p: Float[Tensor, "vocab hidden_p"],
+    weight_q: Float[Tensor, "vocab hidden_q"],
+    *,
+    bias_p: Float[Tensor, "vocab"] | None = None,
+    bias_q: Float[Tensor, "vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> Float[Tensor, "tokens"]:
+    """KL(p || q) = sum_v p(v) (log p(v) - log q(v)) of every token, over the whole vocabulary, without gradient.
+
+    Rounding may put the sum of two nearly equal distributions below 0; it is returned as 0.
+    """
+    _check_inputs(hidden_p, weight_p, temperature, softcap, chunk_tokens)
+    _check_inputs(hidden_q, weight_q, temperature, softcap, chunk_tokens)
+    if len(weight_p) != len(weight_q):
+        raise ValueError(
+            f"weights of {len(weight_p)} and {len(weight_q)} tokens: KL needs one vocabulary; "
+            "try a reference that has the actor's tokenizer"
+        )
+    # Half a chunk of each of the two models is as much memory as one chunk.
+    shape = _Shape(temperature, softcap, scale, max(chunk_tokens // 2, 1))
+    kl = hidden_p.new_empty(len(hidden_p), dtype=_working_dtype(hidden_p))
+    pairs = zip(_chunks(hidden_p, weight_p, shape), _chunks(hidden_q, weight_q, shape), strict=True)
+    for (chunk, logits_p), (_, logits_q) in pairs:
+        blocks = zip(_blocks(logits_p, bias_p, shape), _blocks(logits_q, bias_q, shape), strict=True)
+        for (rows, log_p), (_, log_q) in blocks:
+            log_p.sub_(log_p.logsumexp(dim=-1, keepdim=True))
+            log_q.sub_(log_q.logsumexp(dim=-1, keepdim=True))
+            kl[chunk][rows] = _row_dot(log_p.exp(), log_q.neg_().add_(log_p)).clamp_min_(0.0)
+    return kl
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What turns products into logits, and how many rows are made at once."""
+
+    temperature: float
+    softcap: float
+    scale: float
+    chunk_tokens: int
+
+
+class _FusedLogProbs(torch.autograd.Function):
+    """With `ahead`, forward also makes d log_prob / d hidden, which no gradient from above is needed for.
+
+    Backward then is a product by one number a token. It makes the logits again only where the head is trained or
+    the entropy is learned from.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shape: _Shape,
+        with_entropy: bool,
+        ahead: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _working_dtype(hidden)
+        log_probs, log_total = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
+        entropy = hidden.new_zeros(len(hidden), dtype=dtype)
+        slopes = torch.empty_like(hidden, dtype=dtype) if ahead else None
+        scratch = _Scratch()
+        for chunk, logits in _chunks(hidden, weight, shape):
+            for rows, block in _blocks(logits, bias, shape):
+                softcap_slope = _softcap_slope(block, shape) if ahead else None
+                top = block.amax(dim=-1)
+                block.sub_(top[:, None])
+                powers = torch.exp(block, out=scratch.like(block))
+                total = powers.sum(dim=-1)
+                log_sum = total.log()
+                label = labels[chunk][rows, None]
+                log_probs[chunk][rows] = block.gather(1, label)[:, 0] - log_sum
+                log_total[chunk][rows] = top + log_sum
+                if with_entropy:
+                    entropy[chunk][rows] = log_sum - _row_dot(powers, block) / total
+                if ahead:
+                    p = torch.div(powers, -total[:, None], out=block)
+                    ones = torch.ones_like(label, dtype=dtype)
+                    _store(logits, rows, p.scatter_add_(1, label, ones), softcap_slope)
+            if slopes is not None:
+                slopes[chunk] = _into_hidden(logits, weight).mul_(shape.scale / shape.temperature)
+        ctx.save_for_backward(hidden, weight, bias, labels, log_total, entropy, slopes)
+        ctx.shape = shape
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        hidden, weight, bias, labels, log_total, entropy, slopes = ctx.saved_tensors
+        if grad_entropy is not None and not bool(grad_entropy.any()):
+            grad_entropy = None  # an entropy that is only reported costs nothing
+        if grad_entropy is None and grad_log_probs is None:
+            return (None,) * 7
+        if grad_entropy is None and slopes is not None:
+            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 6
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_total)
+        shape: _Shape = ctx.shape
+        sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad, shape.scale)
+        scratch = _Scratch()
+        for chunk, logits in _chunks(hidden, weight, shape):
+            for rows, block in _blocks(logits, bias, shape):
+                softcap_slope = _softcap_slope(block, shape)
+                block.sub_(log_total[chunk][rows, None])
+                g = grad_log_probs[chunk][rows, None] / shape.temperature
+                if grad_entropy is None:
+                    block.exp_().mul_(-g)
+                else:
+                    # dH/dlogit = -p (log p + H)
+                    h = grad_entropy[chunk][rows, None] / shape.temperature
+                    p = torch.exp(block, out=scratch.like(block))
+                    block.mul_(-h).sub_(g + h * entropy[chunk][rows, None]).mul_(p)
+                block.scatter_add_(1, labels[chunk][rows, None], g)
+                _store(logits, rows, block, softcap_slope)
+                sums.add_bias(block)
+            sums.add_products(chunk, logits)
+        return *sums.finish(), None, None, None, None
+
+
+class _Gradients:
+    """Gradients of hidden, weight and bias, summed over chunks in the working precision, returned in the inputs' dtypes."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...], scale: float
+    ) -> None:
+        self.inputs = (hidden, weight, bias)
+        self.scale = scale
+        dtype = _working_dtype(hidden)
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+
+    def add_bias(self, grad_block: Tensor) -> None:
+        if self.bias is not None:
+            self.bias.add_(grad_block.sum(dim=0))
+
+    def add_products(self, chunk: slice, grad_logits: Tensor) -> None:
+        """Both products take the chunk's gradient in the dtype of its logits."""
+        hidden, weight, _ = self.inputs
+        if self.hidden is not None:
+            self.hidden[chunk] = _scale(_into_hidden(grad_logits, weight), self.scale)
+        if self.weight is not None:
+            rows = hidden[chunk].to(grad_logits.dtype)
+            if rows.dtype == self.weight.dtype:
+                self.weight.addmm_(grad_logits.t(), rows)
+            else:
+                self.weight.add_(grad_logits.t() @ rows)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        _, weight, bias = self.inputs
+        return (
+            self.hidden,
+            None if self.weight is None else _scale(self.weight, self.scale).to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
+class _Scratch:
+    """A block-sized buffer that is made once: fresh memory would cost a page fault for every 4 KiB."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+    def like(self, block: Tensor) -> Tensor:
+        if self.buffer is None or len(self.buffer) < len(block):
+            self.buffer = torch.empty_like(block)
+        return self.buffer[: len(block)]
+
+
+def _chunks(hidden: Tensor, weight: Tensor, shape: _Shape) -> Iterator[tuple[slice, Tensor]]:
+    """hidden @ weight^T for one chunk of rows after the other, in one buffer that the caller may overwrite."""
+    dtype = _product_dtype(hidden.device.type, hidden.dtype)
+    tokens = len(hidden)
+    buffer = hidden.new_empty(min(shape.chunk_tokens, tokens), len(weight), dtype=dtype)
+    for start in range(0, tokens, shape.chunk_tokens):
+        chunk = slice(start, min(start + shape.chunk_tokens, tokens))
+        rows = hidden[chunk].to(dtype)
+        out = buffer[: len(rows)]
+        for columns, part in _widened(weight, dtype):
+            torch.mm(rows, part.t(), out=out[:, columns])
+        yield chunk, out
+
+
+def _blocks(products: Tensor, bias: Tensor | None, shape: _Shape) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows of a chunk as finished logits in the working precision.
+
+    A block is the chunk's own memory where dtypes agree, else a buffer shared by all blocks.
+    """
+    dtype = _working_dtype(products)
+    elements = _CPU_BLOCK if products.device.type == "cpu" else _GPU_BLOCK
+    size = max(elements // products.shape[1], 1)
+    shared = (
+        None
+        if products.dtype == dtype
+        else products.new_empty(min(size, len(products)), products.shape[1], dtype=dtype)
+    )
+    divisor = shape.softcap or shape.temperature
+    for start in range(0, len(products), size):
+        rows = slice(start, min(start + size, len(products)))
+        block = products[rows] if shared is None else shared[: rows.stop - rows.start].copy_(products[rows])
+        if bias is None:
+            _scale(block, shape.scale / divisor)
+        else:
+            _scale(_scale(block, shape.scale).add_(bias), 1.0 / divisor)
+        if shape.softcap:
+            block.tanh_().mul_(shape.softcap / shape.temperature)
+        yield rows, block
+
+
+def _scale(block: Tensor, factor: float) -> Tensor:
+    return block if factor == 1.0 else block.mul_(factor)
+
+
+def _store(grad_logits: Tensor, rows: slice, block: Tensor, softcap_slope: Tensor | None) -> None:
+    """Put a block's gradient, with the softcap's part, where the product with the weight will look for it."""
+    if softcap_slope is not None:
+        block.mul_(softcap_slope)
+    if block.dtype != grad_logits.dtype:
+        grad_logits[rows] = block
+
+
+def _into_hidden(grad_logits: Tensor, weight: Tensor) -> Tensor:
+    """grad_logits @ weight, in the working precision where the weight had to be widened."""
+    out = grad_logits.new_zeros(len(grad_logits), weight.shape[1])
+    for columns, part in _widened(weight, grad_logits.dtype):
+        out.addmm_(grad_logits[:, columns], part)
+    return out
+
+
+def _softcap_slope(block: Tensor, shape: _Shape) -> Tensor | None:
+    """1 - tanh^2, the derivative of the softcap, from logits that are already tempered."""
+    if not shape.softcap:
+        return None
+    return block.mul(shape.temperature / shape.softcap).square_().neg_().add_(1.0)
+
+
+def _widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight in `dtype`: itself where it has it already, else a few rows at a time."""
+    step = len(weight) if weight.dtype == dtype else _WIDENED_ROWS
+    for start in range(0, len(weight), step):
+        columns = slice(start, min(start + step, len(weight)))
+        yield columns, weight[columns].to(dtype)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Dot product of each row, without the elementwise product as a tensor."""
+    return torch.bmm(a[:, None, :], b[:, :, None])[:, 0, 0]
+
+
+def _working_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@cache
+def _product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products run in: the inputs' own, unless the processor has no instructions for it.
+
+    Without them torch multiplies bfloat16 matrices 8 to 50 times slower than float32 ones (seen on an AVX2 EPYC); the
+    same numbers in float32 give the same products with less rounding.
+    """
+    if device != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    mkldnn = torch.ops.mkldnn
+    native = mkldnn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported()
+    return dtype if native else torch.float32
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    if temperature <= 0:
+        raise ValueError(f"temperature = {temperature}: logits are divided by it; it must be above 0; try 1.0")
+    return logits.to(_working_dtype(logits)) / temperature
+
+
+def _check_inputs(hidden: Tensor, weight: Tensor, temperature: float, softcap: float, chunk_tokens: int) -> None:
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight is {weight.dtype}: they must agree; try weight.to(hidden.dtype)"
+        )
+    if temperature <= 0 or softcap < 0 or chunk_tokens < 1:
+        raise ValueError(
+            f"temperature = {temperature}, softcap = {softcap}, chunk_tokens = {chunk_tokens}: "
+            "allowed are temperature > 0, softcap >= 0 (0: none) and chunk_tokens >= 1; try 1.0, 0.0 and 1024"
+        )

@@ -1,0 +1,38 @@
+"""What a backend does for one trained role; the algorithm does not know how."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class RoleOptimizer(Protocol):
+    """The optimizer of one trained role, with clipping and schedule."""
+
+    name: str
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss that is already divided by the global denominator."""
+        ...
+
+    def step(self) -> float:
+        """Clip, step, advance the schedule, free the gradients; returns the gradient norm before clipping."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the gradients collected so far."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        ...

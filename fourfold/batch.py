@@ -1,0 +1,94 @@
+"""The data contract: what one stage of PPO hands to the next.
+
+One index law holds everywhere: column t of a `[batch, response]` tensor is response token t, that is
+`sequences[:, P + t]`; its logits and its value are read at position `P + t - 1`, the state before the action.
+Prompts are left-padded to P tokens, responses right-padded to T. A stage that lacks a tensor is another type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from beartype import beartype
+from jaxtyping import Bool, Float32, Int64, jaxtyped
+from torch import Tensor
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Prompts and sampled responses, with what the sampler knows about them.
+
+    `response_mask` is True on tokens that the policy chose (EOS included): a prefix of each row, never empty.
+    `log_probs` are those of the policy that sampled, by the training engine; `sampler_log_probs` as the generator
+    reported them. `truncated` rows were cut by the length limit.
+    """
+
+    prompt_mask: Bool[Tensor, "batch prompt"]
+    response_mask: Bool[Tensor, "batch response"]
+    sequences: Int64[Tensor, "batch prompt+response"]
+    log_probs: Float32[Tensor, "batch response"]
+    sampler_log_probs: Float32[Tensor, "batch response"]
+    truncated: Bool[Tensor, "batch"]
+    policy_version: Int64[Tensor, "batch"]
+    prompt_id: Int64[Tensor, "batch"]
+
+    def __post_init__(self) -> None:
+        lengths = self.response_mask.sum(dim=1)
+        prefix = torch.arange(self.response_mask.shape[1], device=lengths.device) < lengths[:, None]
+        if not bool((lengths > 0).all()):
+            raise ValueError("response_mask: every row needs at least one True")
+        if not torch.equal(prefix, self.response_mask):
+            raise ValueError("response_mask: the True tokens of a row must be a prefix of it")
+
+    @property
+    def prompt_length(self) -> int:
+        """P, the padded prompt length in tokens."""
+        return self.prompt_mask.shape[1]
+
+    @property
+    def attention_mask(self) -> Bool[Tensor, "batch prompt+response"]:
+        """True on every real token, prompt and response."""
+        return torch.cat([self.prompt_mask, self.response_mask], dim=1)
+
+    @property
+    def lengths(self) -> Int64[Tensor, "batch"]:
+        """Response tokens a row, EOS included."""
+        return self.response_mask.sum(dim=1)
+
+    def select(self, rows: Int64[Tensor, "rows"]) -> Self:
+        """The same stage with these rows only, in this order."""
+        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def to(self, device: torch.device) -> Self:
+        """The same stage on another device."""
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True, slots=True)
+class ScoredRollout(Rollout):
+    """A rollout with the opinions of reference, critic and reward; `scores` are raw, one a sequence.
+
+    `kl` is the per-token KL(actor, reference) by the estimator of the run. It is kept because the exact one ("full")
+    cannot be derived from the two log-probs; it is the number that is penalised and the number that is logged.
+    `last_values` is V of the state after the last response token, which stands for the rest of a response cut by length.
+    """
+
+    ref_log_probs: Float32[Tensor, "batch response"]
+    kl: Float32[Tensor, "batch response"]
+    values: Float32[Tensor, "batch response"]
+    last_values: Float32[Tensor, "batch"]
+    scores: Float32[Tensor, "batch"]
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True, slots=True)
+class Experience(ScoredRollout):
+    """A scored rollout with shaped per-token `rewards`, and the `advantages` and `returns` that are learned from."""
+
+    rewards: Float32[Tensor, "batch response"]
+    advantages: Float32[Tensor, "batch response"]
+    returns: Float32[Tensor, "batch response"]

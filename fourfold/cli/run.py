@@ -1,0 +1,88 @@
+"""Carry out the stages of a configuration: sft, reward, ppo.
+
+Finished stages are skipped and an interrupted one goes on from its last checkpoint, so the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.config import RunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that every command with a configuration has."""
+    parser.add_argument("config", help="TOML file of settings; `fourfold init` writes a commented one")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a setting, e.g. --set ppo.kl_coef=0.1; may be repeated",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`fourfold run CONFIG`."""
+    return carry_out(args)
+
+
+def carry_out(args: argparse.Namespace, stages: tuple[str, ...] = ()) -> int:
+    """Load the settings, run the stages (those of the settings, or the given ones), show what came out."""
+    from fourfold.config import load_config
+
+    overrides = list(args.overrides)
+    if stages:
+        overrides.append(f"stages={list(stages)!r}")
+    config = load_config(args.config, overrides)
+    from fourfold.training.pipeline import run_stages
+
+    summary = run_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
+    show(config, summary, args.config)
+    return 0
+
+
+def show(config: RunConfig, summary: dict[str, Any], config_path: str) -> None:
+    """The table before and after, samples side by side, where the files are, and what to try next."""
+    from rich.console import Console
+
+    from fourfold.diagnostics.tables import before_after_table, samples_table
+    from fourfold.training.folder import RunFolder
+
+    console = Console()
+    stages = summary["stages"]
+    if "test_nll_after" in stages.get("sft", {}):
+        sft = stages["sft"]
+        console.print(f"sft: held-out loss {sft['test_nll_before']:.3f} -> {sft['test_nll_after']:.3f} nats a token")
+    if "pair_accuracy" in stages.get("reward", {}):
+        reward = stages["reward"]
+        console.print(f"reward: {reward['pair_accuracy']:.1%} of {reward['test_pairs']} held-out pairs ranked as people do")
+    if "after" in summary:
+        console.print(before_after_table(summary["before"], summary["after"], title="held-out prompts, before and after PPO"))
+        folder = RunFolder(_path(config.output))
+        before, after = folder.read_json("ppo/before.json"), folder.read_json("ppo/after.json")
+        if before and after:
+            rows = list(zip(before["prompts"], before["responses"], after["responses"], strict=False))
+            step = max(1, len(rows) // max(1, config.evaluation.samples))
+            console.print(samples_table(rows[::step][: config.evaluation.samples]))
+    spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
+    console.print(f"time: {spent}", highlight=False)
+    console.print(f"files: {config.output} (summary.json, ppo/metrics.jsonl, ppo/model)", highlight=False)
+    if "ppo" in config.stages:
+        console.print("try next:", highlight=False)
+        for command in (
+            f'fourfold sample {config.output} --prompt "The film"',
+            f"fourfold export {config.output} exported-model",
+            f"fourfold run {config_path} --set ppo.kl_coef=0.2 --set output={config.output}-kl02",
+        ):
+            console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _path(output: str) -> Any:
+    from pathlib import Path
+
+    return Path(output).expanduser()

@@ -1,0 +1,94 @@
+"""Whether what a configuration points at is there: data files, models, folders, optional packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.config.checks import DATASETS
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+DATA_EXTENSIONS = (".jsonl", ".parquet", ".csv")
+
+
+def missing_paths(config: RunConfig) -> list[str]:
+    """Every path that cannot be used; hub ids are not looked up. Relative paths start at the current folder."""
+    return [*_model(config), *_datasets(config), *_reward(config), *_folders(config)]
+
+
+def missing_packages(config: RunConfig) -> list[str]:
+    """Every optional package that a setting asks for and that is not installed."""
+    wanted = {name: f"tracking.trackers holds {name!r}" for name in config.tracking.trackers}
+    if config.evaluation.judge == "vader" and config.data.prompts_test is not None:
+        wanted["vaderSentiment"] = "evaluation.judge = 'vader'"
+    return [
+        f"{reason}, but the Python package {name} is not installed; try: pip install {name}"
+        for name, reason in wanted.items()
+        if importlib.util.find_spec(name) is None
+    ]
+
+
+def looks_local(path: str) -> bool:
+    """Whether a name can only be a path: absolute, ~, ./ or ../, or with more than the one slash of a hub id."""
+    return path.startswith(("/", "~", "./", "../")) or path.count("/") > 1 or path.endswith("/")
+
+
+def _resolved(path: str) -> Path:
+    return Path(path).expanduser()
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    path = config.model.path
+    if path.startswith("package:"):
+        module, _, file = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(module) if module.isidentifier() else None
+        folders = list(spec.submodule_search_locations or []) if spec else []
+        if not folders:
+            yield (
+                f"model.path: {path!r} needs the Python package {module!r}, which is not installed; install "
+                "it, or name another model"
+            )
+        elif not file or not any((Path(folder) / file).is_file() for folder in folders):
+            yield f"model.path: {path!r}: no file {file!r} in {', '.join(folders)}; allowed: 'package:MODULE/FILE'"
+    elif path.endswith(".gguf"):
+        if not _resolved(path).is_file():
+            yield f"model.path: no file {path!r} (from {os.getcwd()})"
+    elif looks_local(path) and not _resolved(path).is_dir():
+        yield f"model.path: no folder {path!r} (from {os.getcwd()}); allowed: a model folder, a hub id or a .gguf file"
+    elif _resolved(path).is_dir() and not (_resolved(path) / "config.json").is_file():
+        yield f"model.path: the folder {path!r} holds no config.json; allowed: a folder written by save_pretrained"
+
+
+def _datasets(config: RunConfig) -> Iterator[str]:
+    for name in DATASETS:
+        dataset = getattr(config.data, name)
+        if dataset is None:
+            continue
+        path = dataset.path
+        if path.endswith(DATA_EXTENSIONS):
+            if not _resolved(path).is_file():
+                yield f"data.{name}.path: no file {path!r} (from {os.getcwd()})"
+        elif looks_local(path) or _resolved(path).exists():
+            yield f"data.{name}.path: {path!r}; allowed: files that end in {', '.join(DATA_EXTENSIONS)}, or a hub id"
+
+
+def _reward(config: RunConfig) -> Iterator[str]:
+    if config.reward.source == "checkpoint" and not _resolved(config.reward.checkpoint).is_dir():
+        yield f"reward.checkpoint: no folder {config.reward.checkpoint!r} (from {os.getcwd()})"
+
+
+def _folders(config: RunConfig) -> Iterator[str]:
+    """Folders that the run writes: the nearest one that exists must be a folder that we may write to."""
+    for key, path in (("output", config.output), ("model.cache", config.model.cache)):
+        folder = _resolved(path).absolute()
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            yield f"{key}: {path!r} cannot be made, because {str(folder)!r} is not a folder"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            yield f"{key}: {path!r} cannot be made, because {str(folder)!r} may not be written to"

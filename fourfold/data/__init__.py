@@ -1,0 +1,1 @@
+"""Data in: rows of files or hubs become records, records become token ids; no torch."""

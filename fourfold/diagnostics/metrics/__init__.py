@@ -1,0 +1,61 @@
+"""The one table of metrics: what a run logs, by kind of row; `docs/metrics.md` is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fourfold.diagnostics.metrics.costs import COSTS
+from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
+from fourfold.diagnostics.metrics.update import POLICY, VALUE
+
+__all__ = ["METRICS", "Metric", "check_row", "metrics_markdown"]
+
+_SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
+    "ppo_step": {"Counters": COUNTERS, "Rollout": ROLLOUT, "Policy": POLICY, "Value": VALUE, "Costs": COSTS},
+    "evaluation": {"Counters": COUNTERS, "Held-out prompts": EVALUATION},
+}
+_ABOUT = {
+    "ppo_step": "One row a PPO step.",
+    "evaluation": "One row an evaluation on held-out prompts, with the counters of the step after which it was made.",
+}
+
+METRICS: dict[str, dict[str, Metric]] = {
+    kind: {metric.name: metric for section in sections.values() for metric in section}
+    for kind, sections in _SECTIONS.items()
+}
+
+
+def check_row(row: Mapping[str, float], kind: str) -> None:
+    """Assert that a row of this kind holds every promised metric and none that the table does not know."""
+    assert kind in METRICS, f"rows of kind {kind!r} are not in the table of metrics; known: {', '.join(METRICS)}"
+    table = METRICS[kind]
+    unknown = sorted(set(row) - set(table))
+    missing = [name for name, metric in table.items() if metric.promised and name not in row]
+    assert not unknown and not missing, f"{kind} row: unknown {unknown or 'none'}; missing {missing or 'none'}"
+
+
+def metrics_markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `fourfold/diagnostics/metrics/`; change the table there.",
+        "",
+        "Rows are lines of `metrics.jsonl`, each with its `kind`. A metric is its formula divided by its denominator.",
+        "What is healthy is a rule of thumb for runs like the example; settings are named as in the configuration.",
+    ]
+    for kind, sections in _SECTIONS.items():
+        lines += ["", f"## `{kind}`", "", _ABOUT[kind]]
+        for title, metrics in sections.items():
+            lines += ["", f"### {title}", "", *_markdown_table(metrics)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(metrics: Iterable[Metric]) -> list[str]:
+    rows = ["| metric | unit | formula | denominator | healthy | if not |", "|---|---|---|---|---|---|"]
+    for m in metrics:
+        name = f"`{m.name}`" if m.promised else f"`{m.name}` (where configured)"
+        cells = (name, m.unit, m.formula, m.denominator, m.healthy, m.remedy)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows

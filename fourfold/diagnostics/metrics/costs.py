@@ -1,0 +1,110 @@
+"""Metrics of what a step costs: seconds, bytes, passes and FLOPs."""
+
+from __future__ import annotations
+
+from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.memory.meter import COUNTED_MODELS, COUNTED_PHASES, DIRECTIONS
+
+_TIMED = {
+    "generate": "sampling the rollout",
+    "score": "scoring it by reference, critic and reward",
+    "learn": "all epochs of actor and critic",
+    "save": "checkpoints written since the row before (0 when none was)",
+}
+_SLOW = {
+    "generate": "lower `sampling.max_new_tokens`, raise `sampling.batch_size`",
+    "score": "raise `ppo.micro_batch_size`",
+    "learn": "lower `ppo.num_epochs` or `trunk.branch_layers`, raise `ppo.micro_batch_size`",
+    "save": "raise `checkpoint.every`",
+}
+_LARGE = {
+    "generate": "lower `sampling.batch_size`",
+    "score": "lower `ppo.micro_batch_size`",
+    "learn": "lower `ppo.micro_batch_size` or `trunk.branch_layers`; set `sharing.mode` = 'trunk'",
+    "save": "none needed while below the peak of learn",
+}
+_EXPECTED_PASSES = {
+    ("trunk", "forward"): "1 under `sharing.mode` = 'trunk', else 0",
+    (
+        "actor",
+        "forward",
+    ): "2 + `ppo.num_epochs`: one samples, one takes log-probs again, one an epoch (one more for KL 'full')",
+    ("critic", "forward"): "1 + `ppo.num_epochs`: one scores, one an epoch",
+    ("reference", "forward"): "1",
+    ("reward", "forward"): "1; 0 when the reward is a function",
+    ("actor", "backward"): "`ppo.num_epochs`, fewer when early_stopped",
+    ("critic", "backward"): "`ppo.num_epochs`, fewer when early_stopped",
+}
+_TRAINED = ("actor", "critic")
+
+
+def _time_and_memory() -> tuple[Metric, ...]:
+    seconds = [
+        Metric(f"{phase}_seconds", "s", f"wall-clock time of {what}", "none", "steady", f"grows: {_SLOW[phase]}")
+        for phase, what in _TIMED.items()
+    ]
+    peaks = [
+        Metric(
+            f"{phase}_peak_bytes",
+            "bytes",
+            f"most memory held during {what}: resident memory of the process on CPU, torch's allocations on CUDA",
+            "none",
+            "steady; growth over many steps is a leak",
+            f"too large: {_LARGE[phase]}",
+        )
+        for phase, what in _TIMED.items()
+    ]
+    return (
+        *seconds,
+        Metric("step_seconds", "s", "wall-clock time of the whole step", "none", "steady", "see the phases"),
+        *peaks,
+        Metric(
+            "tokens_per_second",
+            "tokens/s",
+            "response tokens of the rollout",
+            "step_seconds",
+            "steady; falls as responses get shorter",
+            "see the phases",
+        ),
+    )
+
+
+def _work_of(model: str) -> tuple[Metric, ...]:
+    passes, tokens = [], []
+    for direction in DIRECTIONS:
+        healthy = _EXPECTED_PASSES.get((model, direction), "0: it is frozen")
+        passes.append(
+            Metric(
+                f"{model}_{direction}_passes",
+                "passes",
+                f"rows that went {direction} through the {model}",
+                "responses of the rollout",
+                healthy,
+                "another number: an epoch ended early, or rows were dropped",
+            )
+        )
+        tokens.append(
+            Metric(
+                f"{model}_{direction}_tokens",
+                "tokens",
+                f"tokens of those rows, prompts included ({direction})",
+                "none",
+                "in proportion to the passes",
+                "none needed",
+            )
+        )
+    flops = [
+        Metric(
+            f"{model}_{phase}_flops",
+            "FLOP",
+            f"floating-point operations of the {model} in {phase}, forward and backward (two a multiply-add)",
+            "none",
+            "above 0 where it works" if phase != "learn" or model in _TRAINED else "0: it is not trained",
+            "see the passes",
+        )
+        for phase in COUNTED_PHASES
+    ]
+    return (*passes, *tokens, *flops)
+
+
+COSTS = (*_time_and_memory(), *(metric for model in COUNTED_MODELS for metric in _work_of(model)))

@@ -1,0 +1,218 @@
+"""Metrics of what was learned: losses, ratios, values, gradients."""
+
+from __future__ import annotations
+
+from fourfold.diagnostics.metrics.metric import Metric
+
+_ACTOR_TOKENS = "response tokens of the mini-batches that the actor went through"
+_CRITIC_TOKENS = "response tokens of the mini-batches that the critic went through"
+_TOKENS = "response tokens of the rollout"
+
+POLICY = (
+    Metric(
+        "entropy_per_token_mean",
+        "nats",
+        "sum over tokens of the entropy of the tempered policy",
+        _ACTOR_TOKENS,
+        "falls slowly",
+        "collapses: raise `ppo.kl_coef` or `ppo.entropy_coef`, lower `ppo.learning_rate`",
+    ),
+    Metric(
+        "policy_loss_per_token",
+        "advantage",
+        "sum over tokens of the clipped policy loss",
+        _ACTOR_TOKENS,
+        "small, either sign; its size says little",
+        "judge by score_mean and approx_kl_per_token_mean",
+    ),
+    Metric(
+        "approx_kl_per_token_mean",
+        "nats",
+        "sum over tokens of k3 for KL(old, new), old being the policy that sampled",
+        _ACTOR_TOKENS,
+        "0.001 to 0.03",
+        "larger: lower `ppo.learning_rate` or `ppo.num_epochs`, or set `ppo.target_kl`; smaller: raise them",
+    ),
+    Metric(
+        "ratio_mean",
+        "factor",
+        "sum over tokens of exp(new log-prob - old log-prob)",
+        _ACTOR_TOKENS,
+        "0.98 to 1.02",
+        "off in the first epoch: sampler and trainer disagree; later: lower `ppo.learning_rate`",
+    ),
+    Metric(
+        "ratio_max",
+        "factor",
+        "largest such ratio",
+        "none",
+        "below about 5",
+        "larger: lower `ppo.learning_rate` or set `ppo.dual_clip`",
+    ),
+    Metric(
+        "policy_clip_fraction",
+        "share",
+        "tokens at which the clipped branch of the policy loss was the larger one",
+        _ACTOR_TOKENS,
+        "0.02 to 0.3",
+        "larger: lower `ppo.learning_rate` or `ppo.num_epochs`; 0 for long: raise `ppo.learning_rate`",
+    ),
+    Metric(
+        "dual_clip_fraction",
+        "share",
+        "tokens at which the dual clip held the loss (`ppo.dual_clip`)",
+        _ACTOR_TOKENS,
+        "near 0",
+        "larger: lower `ppo.learning_rate`",
+    ),
+    Metric(
+        "actor_grad_norm",
+        "norm",
+        "sum over optimizer steps of the gradient's norm before clipping",
+        "optimizer steps of the actor in this step",
+        "steady, near `ppo.max_grad_norm` or below",
+        "spikes: lower `ppo.learning_rate` or set `ppo.score_clip`",
+    ),
+    Metric(
+        "actor_learning_rate",
+        "rate",
+        "the actor's learning rate after this step",
+        "none",
+        "follows `ppo.schedule`",
+        "none needed",
+    ),
+    Metric(
+        "actor_optimizer_steps",
+        "count",
+        "optimizer steps of the actor in this step",
+        "none",
+        "`ppo.num_epochs` x mini-batches; 0 during `critic.warmup_rollouts`",
+        "fewer: see early_stopped",
+    ),
+    Metric(
+        "epochs_run",
+        "count",
+        "passes over the rollout that were completed",
+        "none",
+        "`ppo.num_epochs`",
+        "fewer: see early_stopped",
+    ),
+    Metric(
+        "early_stopped",
+        "0 or 1",
+        "1 when `ppo.target_kl` ended the passes over the rollout",
+        "none",
+        "0 mostly",
+        "1 often: lower `ppo.learning_rate` or `ppo.num_epochs`",
+    ),
+    Metric(
+        "mini_batches_skipped",
+        "count",
+        "mini-batches whose actor step was not taken because `ppo.target_kl` was reached",
+        "none",
+        "0 mostly",
+        "as for early_stopped",
+    ),
+)
+
+VALUE = (
+    Metric(
+        "value_loss_per_token",
+        "return squared",
+        "sum over tokens of half the (clipped) squared error of the value",
+        _CRITIC_TOKENS,
+        "falls, then follows the spread of returns",
+        "grows: lower `critic.learning_rate`, set `ppo.reward_normalization`",
+    ),
+    Metric(
+        "value_clip_fraction",
+        "share",
+        "tokens at which the clipped branch of the value loss was the larger one",
+        _CRITIC_TOKENS,
+        "below 0.3",
+        "larger: returns are wide against `ppo.value_clip_eps`; raise it or set `ppo.reward_normalization`",
+    ),
+    Metric(
+        "explained_variance",
+        "share",
+        "1 - var(returns - values) / var(returns), values as they were when the rollout was scored",
+        _TOKENS,
+        "rises above 0.3; 1 is perfect",
+        "below 0 for long: raise `critic.learning_rate` or `critic.warmup_rollouts`, set `critic.init` = 'reward'",
+    ),
+    Metric(
+        "value_return_spearman",
+        "correlation",
+        "Spearman's rank correlation of values and returns",
+        _TOKENS,
+        "rises above 0.3",
+        "near 0: the critic does not order states; as for explained_variance",
+    ),
+    Metric(
+        "value_mean", "return", "sum over tokens of the values", _TOKENS, "near return_mean", "as for advantage_mean"
+    ),
+    Metric(
+        "value_std",
+        "return",
+        "standard deviation of the values",
+        _TOKENS,
+        "above 0, below return_std",
+        "0: the critic says the same everywhere; raise `critic.learning_rate`",
+    ),
+    Metric(
+        "return_mean",
+        "return",
+        "sum over tokens of the returns",
+        _TOKENS,
+        "rises",
+        "as for reward_per_sequence_mean",
+    ),
+    Metric(
+        "return_std",
+        "return",
+        "standard deviation of the returns",
+        _TOKENS,
+        "about 1",
+        "far above: set `ppo.reward_normalization` or `ppo.score_clip`",
+    ),
+    Metric(
+        "advantage_mean",
+        "advantage",
+        "sum over tokens of the advantages that are learned from",
+        _TOKENS,
+        "0 under `ppo.whiten_advantages`",
+        "far from 0: the critic lags behind; raise `critic.learning_rate`",
+    ),
+    Metric(
+        "advantage_std",
+        "advantage",
+        "standard deviation of those advantages",
+        _TOKENS,
+        "1 under `ppo.whiten_advantages`",
+        "without it: keep near 1 by `ppo.reward_normalization`",
+    ),
+    Metric(
+        "critic_grad_norm",
+        "norm",
+        "sum over optimizer steps of the gradient's norm before clipping",
+        "optimizer steps of the critic in this step",
+        "steady",
+        "spikes: lower `critic.learning_rate` or set `ppo.reward_normalization`",
+    ),
+    Metric(
+        "critic_learning_rate",
+        "rate",
+        "the critic's learning rate after this step",
+        "none",
+        "follows `critic.schedule`",
+        "none needed",
+    ),
+    Metric(
+        "critic_optimizer_steps",
+        "count",
+        "optimizer steps of the critic in this step",
+        "none",
+        "`ppo.num_epochs` x mini-batches",
+        "fewer: see early_stopped",
+    ),
+)

@@ -1,0 +1,81 @@
+"""Tables for people: roles, metrics before and after, samples side by side."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+# Written by a model and shown on a terminal: control codes and direction marks could move the cursor or hide text.
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_JOINERS = "\u200c\u200d"  # parts of ordinary words and emoji
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRow:
+    """One line of the table of roles."""
+
+    model: str
+    parameters: int
+    trainable: int
+    dtype: str
+    device: str
+    bytes: int
+
+
+def visible(text: str) -> Text:
+    """Text as it is: no markup is read from it, and characters that cannot be seen are shown as escapes."""
+    return Text("".join(map(_shown, text)))
+
+
+def _shown(character: str) -> str:
+    hidden = unicodedata.category(character) in _HIDDEN and character not in _JOINERS
+    return character.encode("unicode_escape").decode() if hidden else character
+
+
+def before_after_table(before: Mapping[str, float], after: Mapping[str, float], *, title: str = "") -> Table:
+    """Metrics before and after training with their change; one that is missing on a side is shown as a dash."""
+    table = Table(title=title or None, box=SIMPLE_HEAD)
+    table.add_column("metric", no_wrap=True)
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name), after.get(name)
+        change = "-" if old is None or new is None else f"{new - old:+.4g}"
+        table.add_row(visible(name), _number(old), _number(new), change)
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def samples_table(rows: Sequence[tuple[str, str, str]], *, names: tuple[str, str] = ("before", "after")) -> Table:
+    """Prompts with the response before and after, side by side."""
+    table = Table(box=SIMPLE_HEAD, show_lines=True)
+    for column in ("prompt", *names):
+        table.add_column(column, overflow="fold", ratio=1)
+    for prompt, before, after in rows:
+        table.add_row(visible(prompt), visible(before), visible(after))
+    return table
+
+
+def roles_table(rows: Sequence[RoleRow]) -> Table:
+    """What is held by each model: parameters, how many are trained, type, device, memory."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for column in ("parameters", "trainable"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("dtype", "device"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("MiB", justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (f"{row.parameters:,}", f"{row.trainable:,}")
+        table.add_row(visible(row.model), *numbers, row.dtype, row.device, f"{row.bytes / 2**20:,.1f}")
+    return table

@@ -1,0 +1,42 @@
+"""Files that are there whole or not at all, also after a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, durable: a rename is on disk once its folder is (fsync(2))."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: str | bytes) -> None:
+    """Write a new file and wait until its contents are on disk; its name is durable after `sync` of its folder."""
+    try:
+        with open(path, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # Errors of write and fsync do not say which file they are about.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Replace the contents of `path`: readers see the old contents or the new, never a part."""
+    partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):  # what a killed process with our id left
+        partial.unlink()
+    try:
+        write_durably(partial, data)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)

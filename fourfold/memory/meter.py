@@ -1,0 +1,306 @@
+"""Seconds and peak memory by phase, and the passes and FLOPs of each model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_SAMPLE_SECONDS = 0.01
+
+# The trunk is counted on its own, because the roles share its passes; without a trunk its numbers are 0.
+COUNTED_MODELS = ("trunk", "actor", "critic", "reference", "reward")
+COUNTED_PHASES = ("generate", "score", "learn")
+DIRECTIONS = ("forward", "backward")
+Direction = Literal["forward", "backward"]
+
+
+class PhaseUsage(NamedTuple):
+    """Wall-clock seconds and the most memory held at any moment of a phase."""
+
+    seconds: float
+    peak_bytes: int
+
+
+class PeakSource(Protocol):
+    """Measures the most memory held since the last `reset`."""
+
+    def start(self) -> None:
+        """The outermost phase opens."""
+        ...
+
+    def stop(self) -> None:
+        """The outermost phase has closed."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the peak: from here on it is what is held now."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most bytes held since `reset`."""
+        ...
+
+    def current_bytes(self) -> int:
+        """Bytes held now."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for work that was only queued, so that seconds are those of the work."""
+        ...
+
+
+class KernelPeak:
+    """Peak resident memory of the process as Linux counts it (VmHWM), reset through clear_refs (proc(5))."""
+
+    @staticmethod
+    def available() -> bool:
+        """Whether this system lets the process reset its own peak."""
+        try:
+            _CLEAR_REFS.write_text("5")
+            return _status_bytes("VmHWM") > 0
+        except (OSError, ValueError):
+            return False
+
+    def start(self) -> None:
+        """Nothing to start: the kernel counts always."""
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def reset(self) -> None:
+        """Set VmHWM to the memory that is resident now."""
+        _CLEAR_REFS.write_text("5")
+
+    def peak_bytes(self) -> int:
+        """VmHWM."""
+        return _status_bytes("VmHWM")
+
+    def current_bytes(self) -> int:
+        """VmRSS."""
+        return _status_bytes("VmRSS")
+
+    def synchronize(self) -> None:
+        """CPU work is done when the call returns."""
+
+
+class SampledPeak:
+    """Peak resident memory from a thread that looks every 10 ms; what comes and goes between two looks is missed."""
+
+    def __init__(self, read: Callable[[], int] | None = None) -> None:
+        self._read = read or resident_bytes_reader()
+        self._lock = threading.Lock()
+        self._peak = 0
+        self._halt = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start to look."""
+        self._halt.clear()
+        self._thread = threading.Thread(target=self._watch, name="memory-meter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        if self._thread is not None:
+            self._halt.set()
+            self._thread.join()
+            self._thread = None
+
+    def _watch(self) -> None:
+        while not self._halt.wait(_SAMPLE_SECONDS):
+            self._look()
+
+    def _look(self) -> int:
+        with self._lock:
+            self._peak = max(self._peak, self._read())
+            return self._peak
+
+    def reset(self) -> None:
+        """Start again from what is resident now."""
+        with self._lock:
+            self._peak = self._read()
+
+    def peak_bytes(self) -> int:
+        """The most bytes seen since `reset`."""
+        return self._look()
+
+    def current_bytes(self) -> int:
+        """Resident bytes now."""
+        return self._read()
+
+    def synchronize(self) -> None:
+        """CPU work is done when the call returns."""
+
+
+class CudaPeak:
+    """Peak of what torch has allocated on one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """Nothing to start: torch counts always."""
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def reset(self) -> None:
+        """Reset torch's peak to what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """torch.cuda.max_memory_allocated."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def current_bytes(self) -> int:
+        """torch.cuda.memory_allocated."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def synchronize(self) -> None:
+        """Wait for the kernels that are queued."""
+        torch.cuda.synchronize(self._device)
+
+
+def _status_bytes(field: str) -> int:
+    """A size from /proc/self/status, where Linux gives it in KiB."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def resident_bytes_reader() -> Callable[[], int]:
+    """The best way to read the resident bytes of this process here: /proc, psutil, or the peak since its start."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        page = os.sysconf("SC_PAGE_SIZE")
+        return lambda: int(statm.read_text().split()[1]) * page
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        process = psutil.Process()
+        return lambda: process.memory_info().rss
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB (getrusage(2))
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_source(device: torch.device) -> PeakSource:
+    """How peak memory is measured on this device and system."""
+    if device.type == "cuda":
+        return CudaPeak(device)
+    return KernelPeak() if KernelPeak.available() else SampledPeak()
+
+
+@dataclass
+class _OpenPhase:
+    name: str
+    started: float
+    peak_bytes: int = 0
+
+
+class PhaseMeter:
+    """Adds up seconds and peak bytes of named phases (`load`, `generate`, `score`, `learn`, `save`, a stage's name).
+
+    Phases nest: the time and the peak of an inner phase belong to the outer one too. Bytes are the process's resident
+    memory on CPU, torch's allocations on CUDA.
+    """
+
+    def __init__(self, device: torch.device, *, source: PeakSource | None = None) -> None:
+        self._source = source or peak_source(device)
+        self._open: list[_OpenPhase] = []
+        self._recent: dict[str, PhaseUsage] = {}
+        self._total: dict[str, PhaseUsage] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what runs inside, also when it raises."""
+        assert all(phase.name != name for phase in self._open), f"phase {name!r} is open already"
+        self._source.synchronize()
+        if self._open:
+            self._fold_into_innermost()  # the reset below must not lose what the outer phase has seen
+        else:
+            self._source.start()
+        self._source.reset()
+        self._open.append(_OpenPhase(name, time.perf_counter()))
+        try:
+            yield
+        finally:
+            self._close()
+
+    def _fold_into_innermost(self) -> None:
+        innermost = self._open[-1]
+        innermost.peak_bytes = max(innermost.peak_bytes, self._source.peak_bytes())
+
+    def _close(self) -> None:
+        try:
+            self._source.synchronize()
+        finally:
+            self._fold_into_innermost()
+            closed = self._open.pop()
+            usage = PhaseUsage(time.perf_counter() - closed.started, closed.peak_bytes)
+            for book in (self._recent, self._total):
+                before = book.get(closed.name, PhaseUsage(0.0, 0))
+                seconds, peak = before.seconds + usage.seconds, max(before.peak_bytes, usage.peak_bytes)
+                book[closed.name] = PhaseUsage(seconds, peak)
+            if self._open:
+                outer = self._open[-1]
+                outer.peak_bytes = max(outer.peak_bytes, closed.peak_bytes)
+            else:
+                self._source.stop()
+
+    def take(self) -> dict[str, PhaseUsage]:
+        """Phases closed since the last `take`; a phase that is still open appears once it has closed."""
+        recent, self._recent = self._recent, {}
+        return recent
+
+    def totals(self) -> dict[str, PhaseUsage]:
+        """Every phase closed so far, whatever was taken."""
+        return dict(self._total)
+
+    def current_bytes(self) -> int:
+        """Bytes held now."""
+        return self._source.current_bytes()
+
+
+class PassCounter:
+    """Adds up the rows and FLOPs that each model worked through; the caller says what it ran."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], int] = defaultdict(int)
+        self._tokens: dict[tuple[str, str], int] = defaultdict(int)
+        self._flops: dict[tuple[str, str], float] = defaultdict(float)
+
+    def count(self, role: str, phase: str, direction: Direction, rows: int, tokens: int, flops: float) -> None:
+        """Record one pass of `role` over `rows` rows that hold `tokens` tokens."""
+        assert role in COUNTED_MODELS and phase in COUNTED_PHASES and direction in DIRECTIONS, (role, phase, direction)
+        self._rows[role, direction] += rows
+        self._tokens[role, direction] += tokens
+        self._flops[role, phase] += flops
+
+    def take(self, rows_per_pass: int) -> dict[str, float]:
+        """The metrics since the last `take`: passes (rows / rows_per_pass), tokens, and FLOPs of every model."""
+        assert rows_per_pass > 0, "a pass needs rows"
+        row: dict[str, float] = {}
+        for role in COUNTED_MODELS:
+            for direction in DIRECTIONS:
+                row[f"{role}_{direction}_passes"] = self._rows[role, direction] / rows_per_pass
+                row[f"{role}_{direction}_tokens"] = self._tokens[role, direction]
+            for phase in COUNTED_PHASES:
+                row[f"{role}_{phase}_flops"] = self._flops[role, phase]
+        for book in (self._rows, self._tokens, self._flops):
+            book.clear()
+        return row

@@ -1,0 +1,1 @@
+"""Loading, splitting and assembling the four models: actor, critic, reference, reward."""

@@ -1,0 +1,76 @@
+"""Put the four roles together from a base model and the stages' results."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fourfold.config.schema import RunConfig
+from fourfold.models.loading import Base
+from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, freeze, make_trainable, scorer_on
+from fourfold.models.storage import RoleRecord, load_role
+
+
+@dataclass
+class FourModels:
+    """Actor and critic, which are trained; reference and reward, which stand still."""
+
+    base: Base
+    actor: Policy
+    critic: Scorer
+    reference: Policy
+    reward: Scorer | None
+
+    def frozen_checksum(self) -> str:
+        """Checksum of everything that must not change: trunk, reference, reward."""
+        parts = (self.base.trunk, self.reference, self.reward)
+        return checksum(part for part in parts if part is not None)
+
+
+def record_for(config: RunConfig, kind: str) -> RoleRecord:
+    """What a stored role of this run says about itself."""
+    shared = config.sharing.mode == "trunk"
+    return RoleRecord(kind, config.model.path, config.sharing.mode, config.trunk.branch_layers if shared else 0)
+
+
+def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | None) -> FourModels:
+    """The four roles; `sft` and `reward` are folders of stored roles, None means the base model or no reward model.
+
+    The actor takes over the base's own weights, so at most four models are resident at any time.
+    """
+    fresh = base.new_scorer() if config.critic.init == "base" or reward is not None else None
+    actor = base.policy
+    if sft is not None:
+        load_role(sft, actor, record_for(config, "policy"))
+    reference = copy_policy(actor, share_head=base.shared)
+    freeze(reference)
+    scorer = None
+    critic = fresh
+    if reward is not None and fresh is not None:
+        scorer = fresh if config.critic.init != "base" else copy.deepcopy(fresh)
+        load_role(reward, scorer, record_for(config, "scorer"))
+        critic = copy.deepcopy(scorer) if config.critic.init == "reward" else fresh
+    if config.critic.init == "actor":
+        critic = scorer_on(actor)
+    if critic is None or critic is scorer:
+        raise ValueError(
+            f"critic.init = {config.critic.init!r} needs a reward model, and reward.source = {config.reward.source!r} has none; "
+            'try critic.init = "actor" or "base"'
+        )
+    if scorer is not None:
+        freeze(scorer)
+    make_trainable(actor, with_language_head=not base.shared)
+    make_trainable(critic, with_language_head=False)
+    for role in (actor, critic, reference, scorer):
+        if role is not None:
+            role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
+    return FourModels(base, actor, critic, reference, scorer)
+
+
+def set_new_head_bias(critic: Scorer, mean_score: float) -> None:
+    """Start a new value head at the mean score, so that the first advantages are centred."""
+    with torch.no_grad():
+        critic.head.linear.bias.fill_(mean_score)

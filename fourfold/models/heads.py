@@ -1,0 +1,85 @@
+"""What stands on top of a branch: vocabulary logits or one number a token."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor, nn
+
+from fourfold.algorithms.log_probs import fused_full_kl, fused_log_probs
+
+
+class LanguageHead(nn.Module):
+    """logits = softcap(hidden @ weight^T + bias); the weight may be the embedding's own tensor."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.softcap = softcap
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LanguageHead:
+        """The head of a transformers causal LM, sharing its tensors."""
+        linear = model.get_output_embeddings()
+        return cls(linear.weight, linear.bias, getattr(model.config, "final_logit_softcapping", None) or 0.0)
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
+        """Float32 logits of a few positions (sampling); training uses `log_probs`."""
+        bias = None if self.bias is None else self.bias.to(compute_dtype)
+        out = nn.functional.linear(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()
+        return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
+
+    def log_probs(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        labels: Int64[Tensor, "tokens"],
+        temperature: float,
+        compute_dtype: torch.dtype,
+        *,
+        with_entropy: bool,
+    ) -> tuple[Float32[Tensor, "tokens"], Float32[Tensor, "tokens"]]:
+        """Log-probs of `labels` and entropies, in chunks of tokens; the matrix product runs in `compute_dtype`."""
+        return fused_log_probs(
+            hidden.to(compute_dtype),
+            self.weight.to(compute_dtype),
+            labels,
+            bias=None if self.bias is None else self.bias.to(compute_dtype),
+            temperature=temperature,
+            softcap=self.softcap,
+            with_entropy=with_entropy,
+        )
+
+    def full_kl(
+        self, hidden: Tensor, other: LanguageHead, other_hidden: Tensor, temperature: float, compute_dtype: torch.dtype
+    ) -> Float32[Tensor, "tokens"]:
+        """Exact KL(self, other) of every token over the vocabulary, without gradient."""
+        return fused_full_kl(
+            hidden.to(compute_dtype),
+            other_hidden.to(compute_dtype),
+            self.weight.to(compute_dtype),
+            other.weight.to(compute_dtype),
+            bias_p=self.bias,
+            bias_q=other.bias,
+            temperature=temperature,
+            softcap=self.softcap,
+        )
+
+
+class ScalarHead(nn.Module):
+    """value = scale * (hidden . weight + bias) + shift in float32.
+
+    `scale` and `shift` standardise a reward model's score; they are not trained. A new head has zero weight.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.register_buffer("scale", torch.ones((), dtype=torch.float32))
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float32))
+
+    def forward(self, hidden: Float[Tensor, "*any hidden"]) -> Float32[Tensor, "*any"]:
+        """One float32 number for every hidden state."""
+        return self.scale * self.linear(hidden.float()).squeeze(-1) + self.shift

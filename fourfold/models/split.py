@@ -1,0 +1,187 @@
+"""Cut a decoder into a trunk (lower layers) and branches (upper layers), and prove that the cut is right.
+
+A `Part` is a model of the same transformers class with fewer layers, so masks, positions, caches and attention
+kernels stay the library's own. A trunk takes token ids and has no final norm; a branch takes the trunk's activations
+and has one. A whole model is a branch that starts at layer 0 and takes ids.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.algorithms.masking import position_ids
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a transformers model class keeps its pieces."""
+
+    body: str
+    embedding: str
+    layers: str
+    norm: str
+    learned_positions: str = ""
+
+
+_LLAMA = Layout(body="model", embedding="embed_tokens", layers="layers", norm="norm")
+LAYOUTS: dict[str, Layout] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), _LLAMA),
+    "gpt2": Layout(body="transformer", embedding="wte", layers="h", norm="ln_f", learned_positions="wpe"),
+    "gpt_neox": Layout(body="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm"),
+}
+
+
+class _NoPositions(nn.Module):
+    """Stands in for learned positions in a branch: the trunk has already added them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), device=ids.device)
+
+
+class Part(nn.Module):
+    """Consecutive decoder layers that turn ids (or the activations below) into activations.
+
+    Linear weights run in `compute_dtype`; parameters keep the type they are stored in, so float32 masters are
+    trained through autocast, and frozen parts hold the compute type itself.
+    """
+
+    def __init__(self, body: nn.Module, *, takes_ids: bool, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body = body
+        self.takes_ids = takes_ids
+        self.compute_dtype = compute_dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers in this part."""
+        return self.body.config.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the activations."""
+        return self.body.config.hidden_size
+
+    def forward(
+        self, inputs: Tensor, attention_mask: Tensor, positions: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        """Activations [batch, time, hidden] for ids [batch, time] or activations [batch, time, hidden].
+
+        `attention_mask` is bool [batch, past + time]; `positions` default to those of the real tokens of each row.
+        """
+        if positions is None:
+            positions = position_ids(attention_mask)
+        source = {"input_ids": inputs} if self.takes_ids else {"inputs_embeds": inputs}
+        half = self.compute_dtype != torch.float32
+        with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
+            out = self.body(
+                **source,
+                attention_mask=attention_mask.long(),
+                position_ids=positions,
+                cache=cache,
+                use_cache=cache is not None,
+            )
+        return out.last_hidden_state
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout of a causal LM, or a ValueError that names the architecture."""
+    kind = model.config.model_type
+    if kind not in LAYOUTS:
+        raise ValueError(
+            f"architecture {kind!r} ({type(model).__name__}) is not known; allowed: {', '.join(sorted(LAYOUTS))}; "
+            "try one of these, or add its layout to fourfold/models/split.py"
+        )
+    return LAYOUTS[kind]
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout of a model to 0, also those that attention reads from a number."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def cut(model: nn.Module, start: int, stop: int, *, compute_dtype: torch.dtype) -> Part:
+    """The layers [start, stop) of a causal LM; with the embedding when start is 0, with the norm when stop is the end.
+
+    A part from layer 0 shares its tensors with `model`; a part above it gets tensors of its own.
+    """
+    layout = layout_of(model)
+    whole = getattr(model, layout.body)
+    total = len(getattr(whole, layout.layers))
+    if not 0 <= start < stop <= total:
+        raise ValueError(f"layers {start} to {stop} of a model with {total}: allowed are 0 <= start < stop <= {total}")
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers = stop - start
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[start:stop]
+    with torch.device("meta"):
+        body = type(whole)(config)
+    take = (lambda module: module) if start == 0 else copy.deepcopy
+    layers = [take(layer) for layer in getattr(whole, layout.layers)[start:stop]]
+    for layer in layers:
+        _renumber(layer, start)
+    pieces = {
+        layout.layers: nn.ModuleList(layers),
+        layout.norm: take(getattr(whole, layout.norm)) if stop == total else nn.Identity(),
+        layout.embedding: getattr(whole, layout.embedding) if start == 0 else nn.Identity(),
+    }
+    if layout.learned_positions:
+        pieces[layout.learned_positions] = getattr(whole, layout.learned_positions) if start == 0 else _NoPositions()
+    for name in (layout.embedding, layout.learned_positions) if start == 0 else ():
+        if name:
+            pieces[name].register_forward_hook(partial(_cast_output, compute_dtype))
+    for name, child in whole.named_children():
+        setattr(body, name, pieces[name] if name in pieces else copy.deepcopy(child))
+    disable_dropout(body)
+    return Part(body, takes_ids=start == 0, compute_dtype=compute_dtype)
+
+
+def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+    """Embedding look-ups are not autocast: without this, float32 masters and a frozen copy would differ below."""
+    return output.to(dtype)
+
+
+def _renumber(layer: nn.Module, start: int) -> None:
+    """Count a layer from the part's own first one, because that is how its cache is indexed."""
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx -= start
+
+
+@torch.no_grad()
+def verify_split(model: nn.Module, trunk: Part, branch: Part, *, tolerance: float) -> float:
+    """Largest difference between trunk + branch and the whole model on a padded probe; ValueError beyond `tolerance`.
+
+    The difference is relative to the largest activation of the whole model.
+    """
+    layout = layout_of(model)
+    whole = getattr(model, layout.body)
+    device = next(model.parameters()).device
+    size = min(model.config.vocab_size, 1000)
+    ids = (torch.arange(3 * 8, device=device).reshape(3, 8) * 37 + 11) % size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, :3] = False
+    positions = position_ids(mask)
+    training = whole.training
+    whole.eval()
+    expected = whole(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+    whole.train(training)
+    actual = branch(trunk(ids, mask, positions), mask, positions)
+    truth = expected.last_hidden_state[mask].float()
+    gap = float((actual[mask].float() - truth).abs().max() / truth.abs().max())
+    if not gap <= tolerance:
+        raise ValueError(
+            f"architecture {model.config.model_type!r} cannot be split after layer {trunk.num_layers}: trunk and branch "
+            f"differ from the whole model by {gap:.2e} (allowed {tolerance:.0e}); try sharing.mode = \"none\""
+        )
+    return gap

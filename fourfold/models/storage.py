@@ -1,0 +1,79 @@
+"""A role on disk: its own tensors as safetensors and what they fit, as JSON.
+
+The shared trunk and head are not stored again; `role.json` says which model and cut the tensors belong to.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from fourfold.files import write_atomically
+from fourfold.models.roles import Policy, Scorer
+
+TENSORS = "model.safetensors"
+RECORD = "role.json"
+
+
+@dataclass(frozen=True)
+class RoleRecord:
+    """What the tensors of a role belong to."""
+
+    kind: str  # "policy" or "scorer"
+    model: str
+    sharing: str
+    branch_layers: int
+    schema: int = 1
+
+
+def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
+    """The role's tensors by name, each once; without a language head that belongs to the trunk."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in role.state_dict().items():
+        if shares_head and isinstance(role, Policy) and name.startswith("head."):
+            continue
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            found[name] = tensor.detach()
+    return found
+
+
+@torch.no_grad()
+def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, shares_head: bool) -> None:
+    """Copy stored tensors into the role; a missing, surplus or misshapen one is a ValueError."""
+    targets = own_tensors(role, shares_head=shares_head)
+    if missing := sorted(targets.keys() - tensors.keys()):
+        raise ValueError(f"the stored role lacks {len(missing)} tensors, first {missing[0]!r}; it belongs to another model")
+    if surplus := sorted(tensors.keys() - targets.keys()):
+        raise ValueError(f"the stored role has {len(surplus)} unknown tensors, first {surplus[0]!r}")
+    for name, target in targets.items():
+        if target.shape != tensors[name].shape:
+            raise ValueError(f"tensor {name!r}: stored shape {tuple(tensors[name].shape)}, model {tuple(target.shape)}")
+        target.copy_(tensors[name])
+
+
+def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
+    """Write a role; the record comes last, so a folder with a record is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = own_tensors(role, shares_head=record.sharing == "trunk")
+    write_atomically(folder / TENSORS, save({name: t.cpu().contiguous() for name, t in tensors.items()}))
+    write_atomically(folder / RECORD, json.dumps(asdict(record), indent=2) + "\n")
+
+
+def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
+    """Read a stored role into `role`; ValueError when it was made for another model, cut or kind."""
+    path = folder / RECORD
+    if not path.is_file():
+        raise ValueError(f"no stored role at {str(folder)!r}: {RECORD} is missing; run the stage that makes it first")
+    record = RoleRecord(**json.loads(path.read_text(encoding="utf-8")))
+    for name in ("kind", "model", "sharing", "branch_layers"):
+        got, wanted = getattr(record, name), getattr(expected, name)
+        if got != wanted:
+            raise ValueError(f"{str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they must agree")
+    load_own_tensors(role, load_file(str(folder / TENSORS)), shares_head=record.sharing == "trunk")

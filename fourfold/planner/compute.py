@@ -1,0 +1,70 @@
+"""FLOPs of a pass through consecutive decoder layers: two for each multiply-add of a matrix product.
+
+Counted are the projections, the MLP, attention scores and values, and the head (Kaplan et al. 2020, section 2.1, with
+attention by keys really attended to). Norms, activations, softmax, rotary positions and look-ups are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from fourfold.planner.architectures import Architecture
+
+Head = Literal["lm", "scalar", "none"]
+
+
+def causal_attended_tokens(lengths: Iterable[int]) -> int:
+    """Sum over tokens of the keys that each attends to: sum over rows of n (n + 1) / 2."""
+    return sum(n * (n + 1) // 2 for n in lengths)
+
+
+def _layer_flops(architecture: Architecture, tokens: int, attended_tokens: float) -> float:
+    matrices = architecture.attention_matrix_parameters + architecture.mlp_matrix_parameters
+    # Scores q.k and the weighted sum of values: head_dim multiply-adds each, for every head and attended key.
+    attention = 4 * architecture.heads * architecture.head_dim * attended_tokens
+    return 2 * matrices * tokens + attention
+
+
+def _head_flops(architecture: Architecture, head: Head, head_tokens: int) -> float:
+    width = {"lm": architecture.vocabulary, "scalar": 1, "none": 0}[head]
+    return 2 * architecture.hidden * width * head_tokens
+
+
+def forward_flops(
+    architecture: Architecture, *, layers: int, tokens: int, attended_tokens: float, head: Head, head_tokens: int
+) -> float:
+    """FLOPs of a forward pass of `layers` layers over `tokens` tokens and of the head over `head_tokens` of them.
+
+    `attended_tokens` is the sum over tokens of the keys attended to; decoding with a KV cache costs as much as one
+    causal pass over the finished rows.
+    """
+    _check(architecture, layers, tokens, attended_tokens, head_tokens)
+    return layers * _layer_flops(architecture, tokens, attended_tokens) + _head_flops(architecture, head, head_tokens)
+
+
+def backward_flops(
+    architecture: Architecture,
+    *,
+    layers: int,
+    tokens: int,
+    attended_tokens: float,
+    head: Head,
+    head_tokens: int,
+    head_trained: bool,
+    recompute_head: bool = False,
+) -> float:
+    """FLOPs of the backward pass through `layers` trained layers and the head.
+
+    Each matrix product Y = X W of the forward pass has two in the backward one, dX = dY W^T and dW = X^T dY; a frozen
+    head needs dX only. `recompute_head` adds the head's forward pass once more, for a loss that keeps no logits.
+    """
+    _check(architecture, layers, tokens, attended_tokens, head_tokens)
+    head_passes = 1 + int(head_trained) + int(recompute_head)
+    body = 2 * layers * _layer_flops(architecture, tokens, attended_tokens)
+    return body + head_passes * _head_flops(architecture, head, head_tokens)
+
+
+def _check(architecture: Architecture, layers: int, tokens: int, attended_tokens: float, head_tokens: int) -> None:
+    assert 0 <= layers <= architecture.layers, f"{layers} layers of {architecture.layers}"
+    assert tokens >= 0 and attended_tokens >= 0 and 0 <= head_tokens <= tokens, "counts of tokens contradict each other"

@@ -1,0 +1,1 @@
+"""Sampling: prompts in, rollouts with the trunk's activations out."""

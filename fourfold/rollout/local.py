@@ -1,0 +1,211 @@
+"""The sampler in this process: batched decoding with KV caches, rows leave as they finish.
+
+The trunk runs once over every token and its output is kept: scoring and learning start from there. A token's trunk
+pass follows its sampling at once, so the cache also covers the last token, which only the reward model looks at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.batch import Rollout
+from fourfold.errors import RunFailed
+from fourfold.models.loading import Base
+from fourfold.models.roles import Activations, Policy, freeze
+from fourfold.rollout.sampler import PromptBatch
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are drawn; `batch_size` 0 takes all rows at once."""
+
+    max_new_tokens: int
+    temperature: float
+    batch_size: int
+    score_batch_size: int
+    stop_strings: tuple[str, ...] = ()
+
+
+class LocalSampler:
+    """Draws from `policy` over the trunk of `base`.
+
+    Each row has a generator of its own, so its response does not depend on the rows beside it (exactly so in float32).
+    """
+
+    def __init__(self, base: Base, policy: Policy, settings: SamplingSettings) -> None:
+        self._base = base
+        self._policy = policy
+        self._settings = settings
+        self._half = policy.branch.compute_dtype != torch.float32
+        self._working: Policy | None = None
+
+    @torch.no_grad()
+    def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
+        """One response a row; log-probs are taken again by the training engine over the cached activations."""
+        width = max(len(tokens) for tokens in prompts.tokens)
+        rows = len(prompts.tokens)
+        size = self._settings.batch_size or rows
+        policy = self._current_policy()
+        chunks = [
+            _Decoder(self._base, policy, self._settings, prompts, range(start, min(start + size, rows)), width).run()
+            for start in range(0, rows, size)
+        ]
+        longest = max(int(chunk.lengths.max()) for chunk in chunks)
+        lengths = torch.cat([chunk.lengths for chunk in chunks])
+        sequences = torch.cat([chunk.sequences[:, : width + longest] for chunk in chunks])
+        prompt_mask = torch.cat([chunk.prompt_mask for chunk in chunks])
+        sampled = torch.cat([chunk.log_probs[:, :longest] for chunk in chunks])
+        device = sequences.device
+        rollout = Rollout(
+            prompt_mask=prompt_mask,
+            response_mask=torch.arange(longest, device=device) < lengths[:, None],
+            sequences=sequences,
+            log_probs=torch.zeros_like(sampled),
+            sampler_log_probs=sampled,
+            truncated=torch.cat([chunk.truncated for chunk in chunks]),
+            policy_version=torch.full((rows,), policy_version, device=device),
+            prompt_id=torch.tensor(prompts.prompt_ids, device=device),
+        )
+        inputs = sequences
+        if self._base.shared:
+            inputs = torch.cat([chunk.activations[:, : width + longest] for chunk in chunks])
+        activations = Activations(inputs, rollout.attention_mask)
+        return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
+
+    def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
+        parts = []
+        for rows in torch.arange(len(rollout.sequences), device=rollout.sequences.device).split(
+            self._settings.score_batch_size
+        ):
+            part, _ = self._policy.log_probs(activations.select(rows), rollout.select(rows), self._settings.temperature)
+            parts.append(part)
+        return torch.cat(parts)
+
+    def _current_policy(self) -> Policy:
+        """The policy in the compute type: casting its masters once a rollout is cheaper than once a token."""
+        if not self._half or not any(p.dtype == torch.float32 and p.ndim >= 2 for p in self._policy.parameters()):
+            return self._policy
+        if self._working is None:
+            shared = {id(self._policy.head.weight): self._policy.head.weight} if self._base.shared else {}
+            self._working = copy.deepcopy(self._policy, shared)
+            freeze(self._working)
+        for target, source in zip(self._working.parameters(), self._policy.parameters(), strict=True):
+            target.copy_(source)
+        return self._working
+
+
+class _Decoder:
+    """The state of one batch of rows while it is decoded."""
+
+    def __init__(
+        self,
+        base: Base,
+        policy: Policy,
+        settings: SamplingSettings,
+        prompts: PromptBatch,
+        rows: Sequence[int],
+        width: int,
+    ) -> None:
+        self._base, self._policy, self._settings = base, policy, settings
+        device = next(policy.parameters()).device
+        count, limit = len(rows), settings.max_new_tokens
+        self._width = width
+        self.sequences = torch.full((count, width + limit), base.pad_id, dtype=torch.int64, device=device)
+        self.prompt_mask = torch.zeros((count, width), dtype=torch.bool, device=device)
+        for i, row in enumerate(rows):
+            tokens = torch.tensor(prompts.tokens[row], dtype=torch.int64)
+            self.sequences[i, width - len(tokens) : width] = tokens
+            self.prompt_mask[i, width - len(tokens) :] = True
+        uniforms = [
+            torch.rand(limit, generator=torch.Generator().manual_seed(prompts.seeds[row]), dtype=torch.float64)
+            for row in rows
+        ]
+        self._uniforms = torch.stack(uniforms).to(device)
+        self.log_probs = torch.zeros((count, limit), device=device)
+        self.lengths = torch.full((count,), limit, device=device)
+        self.truncated = torch.ones(count, dtype=torch.bool, device=device)
+        self.activations = torch.zeros(0)
+        if base.trunk is not None:
+            shape = (count, width + limit, base.trunk.hidden_size)
+            self.activations = torch.zeros(shape, dtype=base.trunk.compute_dtype, device=device)
+        self._eos = torch.tensor(sorted(base.eos_ids), device=device)
+        self._active = torch.arange(count, device=device)
+        self._caches: list[Any] = []
+
+    def run(self) -> _Decoder:
+        """Decode until every row has ended or reached the limit."""
+        from transformers import DynamicCache
+
+        parts = [self._base.trunk, self._policy.branch]
+        self._caches = [None if part is None else DynamicCache(config=part.body.config) for part in parts]
+        inputs = self._through_trunk(0, self._width)
+        for t in range(self._settings.max_new_tokens):
+            hidden = self._policy.branch(inputs, self._mask(t), self._positions(inputs.shape[1], t), self._caches[1])
+            ended = self._sample(t, hidden[:, -1])
+            inputs = self._through_trunk(self._width + t, self._width + t + 1)
+            if bool(ended.any()):
+                inputs = self._retire(t, ended, inputs)
+                if not len(self._active):
+                    break
+        return self
+
+    def _mask(self, t: int) -> Tensor:
+        """Attention mask of the active rows when t response tokens are known: bool [rows, width + t]."""
+        prompt = self.prompt_mask[self._active]
+        return torch.cat([prompt, prompt.new_ones(len(prompt), t)], dim=1)
+
+    def _positions(self, time: int, t: int) -> Tensor:
+        mask = self._mask(t)
+        return (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -time:]
+
+    def _through_trunk(self, start: int, stop: int) -> Tensor:
+        """Feed columns [start, stop) of the active rows to the trunk; returns the branch's input."""
+        ids = self.sequences[self._active, start:stop]
+        if self._base.trunk is None:
+            return ids
+        t = stop - self._width
+        out = self._base.trunk(ids, self._mask(t), self._positions(stop - start, t), self._caches[0])
+        self.activations[self._active, start:stop] = out
+        return out
+
+    def _sample(self, t: int, hidden: Tensor) -> Tensor:
+        """Draw token t of the active rows by inverting the distribution function; True where the row ends."""
+        logits = self._policy.head.logits(hidden, self._policy.branch.compute_dtype) / self._settings.temperature
+        normaliser = logits.logsumexp(dim=1, keepdim=True)
+        if not bool(torch.isfinite(normaliser).all()):
+            raise RunFailed(
+                f"generate: the actor's logits for response token {t} are not finite; its weights are damaged or the "
+                "learning rate is too high; the last good checkpoint is kept"
+            )
+        log_probs = logits - normaliser
+        cumulative = log_probs.exp().cumsum(dim=1, dtype=torch.float64)
+        draw = self._uniforms[self._active, t, None] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, draw, right=True).clamp(max=logits.shape[1] - 1)
+        self.sequences[self._active, self._width + t] = token[:, 0]
+        self.log_probs[self._active, t] = log_probs.gather(1, token)[:, 0]
+        ended = torch.isin(token[:, 0], self._eos)
+        return ended | self._completes_stop_string(t) if self._settings.stop_strings else ended
+
+    def _completes_stop_string(self, t: int) -> Tensor:
+        ids = self.sequences[self._active, self._width : self._width + t + 1].tolist()
+        texts = self._base.tokenizer.batch_decode(ids, skip_special_tokens=False)
+        found = [any(stop in text for stop in self._settings.stop_strings) for text in texts]
+        return torch.tensor(found, device=self.sequences.device)
+
+    def _retire(self, t: int, ended: Tensor, inputs: Tensor) -> Tensor:
+        """Note the end of finished rows and take them out of the batch."""
+        done, keep = self._active[ended], (~ended).nonzero()[:, 0]
+        self.lengths[done] = t + 1
+        self.truncated[done] = False
+        self._active = self._active[keep]
+        if len(keep):
+            for cache in self._caches:
+                if cache is not None:
+                    cache.batch_select_indices(keep)
+        return inputs[keep]

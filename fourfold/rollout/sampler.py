@@ -1,0 +1,37 @@
+"""What the trainer asks of a sampler, whatever engine it drives."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fourfold.batch import Rollout
+from fourfold.models.roles import Activations
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Token ids of prompts, the number of each in its data set, and a seed for each response to draw."""
+
+    tokens: Sequence[Sequence[int]]
+    prompt_ids: Sequence[int]
+    seeds: Sequence[int]
+
+
+class Sampler(Protocol):
+    """Draws one response for each row of a `PromptBatch` from the policy as it is now."""
+
+    def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
+        """The rollout, and the activations that every later pass over it starts from.
+
+        `sampler_log_probs` are log-probs of the tempered distribution that was sampled (processed, not raw).
+        """
+        ...
+
+
+def row_seed(*parts: int | str) -> int:
+    """A 63-bit seed made of the run's seed and a row's place, so that no generator state has to be carried along."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

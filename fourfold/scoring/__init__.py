@@ -1,0 +1,1 @@
+"""Scoring: reference, critic and reward look at a rollout."""

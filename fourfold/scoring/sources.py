@@ -1,0 +1,105 @@
+"""Where scores come from: a reward model on the trunk, or a Python function on the texts.
+
+A source never turns a failure into a number: rows that it cannot score come back as not valid.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float32
+from torch import Tensor
+
+from fourfold.batch import Rollout
+from fourfold.errors import RunFailed
+from fourfold.models.roles import Activations, Scorer
+
+RewardFunction = Callable[[list[str], list[str]], Sequence[float | None]]
+
+
+class RewardSource(Protocol):
+    """Scores whole sequences."""
+
+    def __call__(
+        self, activations: Activations, rollout: Rollout
+    ) -> tuple[Float32[Tensor, "batch"], Bool[Tensor, "batch"]]:
+        """Scores and, for each row, whether its score is valid."""
+        ...
+
+
+class ModelReward:
+    """The reward model: a scorer over the same activations as the other roles."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """The scorer's number at the last token of each row."""
+        scores = self.scorer.scores(activations)
+        return scores, torch.isfinite(scores)
+
+
+class FunctionReward:
+    """A Python function of prompts and responses; asked again when it raises, row by row valid or not."""
+
+    def __init__(self, function: RewardFunction, tokenizer: Any, *, retries: int) -> None:
+        self._function = function
+        self._tokenizer = tokenizer
+        self._retries = retries
+
+    @classmethod
+    def named(cls, name: str, tokenizer: Any, *, retries: int) -> FunctionReward:
+        """The function 'module:name'."""
+        module, _, attribute = name.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"reward.function = {name!r} cannot be imported ({error}); allowed: 'module:name' of a function that Python finds"
+            ) from error
+        if not callable(function):
+            raise ValueError(f"reward.function = {name!r} is a {type(function).__name__}; allowed: a function")
+        return cls(function, tokenizer, retries=retries)
+
+    def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """The function's numbers; None, NaN and infinite ones are not valid."""
+        prompts, responses = texts_of(rollout, self._tokenizer)
+        numbers = self._ask(prompts, responses)
+        valid = [number is not None and math.isfinite(number) for number in numbers]
+        scores = [float(number) if ok and number is not None else 0.0 for number, ok in zip(numbers, valid, strict=True)]
+        device = rollout.sequences.device
+        return torch.tensor(scores, dtype=torch.float32, device=device), torch.tensor(valid, device=device)
+
+    def _ask(self, prompts: list[str], responses: list[str]) -> list[float | None]:
+        for attempt in range(self._retries + 1):
+            try:
+                numbers = list(self._function(prompts, responses))
+            except Exception as error:  # the function is the user's: anything may come out of it
+                if attempt == self._retries:
+                    raise RunFailed(
+                        f"score: the reward function failed {attempt + 1} times, last with {type(error).__name__}: {error}; "
+                        "mend it, or raise reward.retries"
+                    ) from error
+                continue
+            if len(numbers) != len(responses):
+                raise RunFailed(f"score: the reward function returned {len(numbers)} numbers for {len(responses)} responses")
+            return numbers
+        raise AssertionError("unreachable: the loop returns or raises")
+
+
+def texts_of(rollout: Rollout, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Prompts and responses as text, without special tokens."""
+    prompts, responses = [], []
+    for ids, prompt, response in zip(
+        rollout.sequences.tolist(), rollout.prompt_mask.tolist(), rollout.response_mask.tolist(), strict=True
+    ):
+        mask = prompt + response
+        kept = [token for token, real in zip(ids, mask, strict=True) if real]
+        length = sum(prompt)
+        prompts.append(tokenizer.decode(kept[:length], skip_special_tokens=True))
+        responses.append(tokenizer.decode(kept[length:], skip_special_tokens=True))
+    return prompts, responses

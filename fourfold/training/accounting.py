@@ -1,0 +1,80 @@
+"""What each model did in a step: passes, tokens and FLOPs, counted from the rows that really went through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fourfold.batch import Rollout
+from fourfold.memory.meter import PassCounter
+from fourfold.models.assembly import FourModels
+from fourfold.planner.architectures import Architecture
+from fourfold.planner.compute import Head, backward_flops, forward_flops
+
+
+@dataclass
+class Work:
+    """Rows of a pass and their tokens: real ones (prompt and response), keys attended to, response tokens."""
+
+    rows: int = 0
+    tokens: int = 0
+    attended: int = 0
+    responses: int = 0
+
+    def add(self, rollout: Rollout, rows: Tensor | None = None) -> None:
+        """Count these rows of a rollout, or all."""
+        mask = rollout.attention_mask if rows is None else rollout.attention_mask[rows]
+        lengths = mask.sum(dim=1)
+        self.rows += len(lengths)
+        self.tokens += int(lengths.sum())
+        self.attended += int((lengths * (lengths + 1) // 2).sum())
+        self.responses += int((rollout.response_mask if rows is None else rollout.response_mask[rows]).sum())
+
+
+class Accountant:
+    """Turns the passes of a step into metrics."""
+
+    def __init__(self, models: FourModels) -> None:
+        self._architecture = Architecture.from_config(models.base.config.to_dict())
+        self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
+        self._branch_layers = models.actor.branch.num_layers
+        self._head_trained = models.actor.head.weight.requires_grad
+        self._has_reward = models.reward is not None
+
+    def step(self, rollout: Rollout, actor: Work, critic: Work, *, full_kl: bool) -> dict[str, float]:
+        """Metrics of a step whose learn phase took `actor` and `critic` forward and backward."""
+        counter, sampled = PassCounter(), Work()
+        sampled.add(rollout)
+        if self._trunk_layers:
+            self._forward(counter, "trunk", "generate", sampled, self._trunk_layers, "none")
+        for _ in range(2):  # sampling, and log-probs by the training engine
+            self._forward(counter, "actor", "generate", sampled, self._branch_layers, "lm")
+        for role in ("actor", "reference") if full_kl else ():
+            self._forward(counter, role, "score", sampled, self._branch_layers, "lm")
+        self._forward(counter, "reference", "score", sampled, self._branch_layers, "lm")
+        self._forward(counter, "critic", "score", sampled, self._branch_layers, "scalar")
+        if self._has_reward:
+            self._forward(counter, "reward", "score", sampled, self._branch_layers, "scalar")
+        for role, work, head in (("actor", actor, "lm"), ("critic", critic, "scalar")):
+            self._forward(counter, role, "learn", work, self._branch_layers, head)
+            trained = head == "scalar" or self._head_trained
+            flops = backward_flops(
+                **self._sizes(work, self._branch_layers, head), head_trained=trained, recompute_head=head == "lm" and trained
+            )
+            counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
+        return counter.take(sampled.rows)
+
+    def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
+        counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))
+
+    def _sizes(self, work: Work, layers: int, head: Head) -> dict[str, Any]:
+        return {
+            "architecture": self._architecture,
+            "layers": layers,
+            "tokens": work.tokens,
+            "attended_tokens": work.attended,
+            "head": head,
+            "head_tokens": 0 if head == "none" else work.responses,
+        }

@@ -1,0 +1,47 @@
+"""Held-out prompts under the policy of the moment: rewards, distance from the reference, and what a judge says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fourfold.algorithms.statistics import distinct_n
+from fourfold.batch import ScoredRollout
+
+Judge = Callable[[Sequence[str]], list[float]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics on held-out prompts, and the texts that they come from."""
+
+    metrics: dict[str, float]
+    prompts: list[str]
+    responses: list[str]
+
+
+def summarise(scored: ScoredRollout, prompts: list[str], responses: list[str], judge: Judge | None) -> Evaluation:
+    """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
+
+    The judge reads prompt and response as one text, as a reader would.
+    """
+    mask = scored.response_mask
+    tokens = int(mask.sum())
+    rows = [
+        [token for token, real in zip(ids, keep, strict=True) if real]
+        for ids, keep in zip(scored.sequences[:, scored.prompt_length :].tolist(), mask.tolist(), strict=True)
+    ]
+    metrics = {
+        "eval_score_mean": float(scored.scores.mean()),
+        "eval_kl_per_sequence": float(torch.where(mask, scored.kl, 0.0).sum(dim=1).mean()),
+        "eval_ref_log_prob_per_token": float(torch.where(mask, scored.ref_log_probs, 0.0).sum()) / tokens,
+        "eval_distinct_2": distinct_n(rows, 2),
+        "eval_mean_length": float(scored.lengths.float().mean()),
+        "eval_eos_share": float((~scored.truncated).float().mean()),
+    }
+    if judge is not None:
+        judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
+        metrics["eval_judge_mean"] = sum(judged) / len(judged)
+    return Evaluation(metrics, prompts, responses)

@@ -1,0 +1,84 @@
+"""The folder of a run: its settings, and what each finished stage left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import RunConfig, dump_toml, load_config
+from fourfold.files import write_atomically
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+
+
+class RunFolder:
+    """Paths and records of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def stage(self, name: str) -> Path:
+        """Folder of a stage."""
+        return self.root / name
+
+    def model(self, stage: str) -> Path:
+        """Where a stage stores its role."""
+        return self.root / stage / "model"
+
+    def finished(self, stage: str) -> dict[str, Any] | None:
+        """The record of a finished stage, None when it is not finished."""
+        path = self.root / stage / "done.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def finish(self, stage: str, record: dict[str, Any]) -> None:
+        """Mark a stage as finished; written after everything else of it."""
+        self.write_json(f"{stage}/done.json", record)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write a JSON file, whole or not at all."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Read one, None when it is not there."""
+        path = self.root / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def claim(self, config: RunConfig) -> None:
+        """Save the resolved settings, or make sure that a run started here had the same ones.
+
+        `stages` and `system` may differ: they say how much is run and where, not what comes out.
+        """
+        path = self.root / CONFIG
+        if not path.is_file():
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, dump_toml(config))
+            return
+        before, now = (c.model_dump(exclude={"stages", "system"}) for c in (load_config(path), config))
+        if changed := sorted(_differences(before, now)):
+            raise ValueError(
+                f"{path} was made with other settings: {'; '.join(changed[:8])}. A run goes on only with its own settings; "
+                "use another output folder, or remove this one"
+            )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in before.keys() | now.keys():
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} was {old!r}, is {new!r}")
+    return found
+
+
+def saved_config(root: Path) -> RunConfig:
+    """The settings of the run in a folder."""
+    path = root / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{str(root)!r} is not the folder of a run: it has no {CONFIG}; give the `output` of a configuration")
+    return load_config(path)

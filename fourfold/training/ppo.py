@@ -1,0 +1,163 @@
+"""Stage 3, ppo: assemble the four roles, check them, train, and compare before with after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.backends.local import LocalOptimizer
+from fourfold.config.schema import RunConfig
+from fourfold.diagnostics.judges import make_judge
+from fourfold.diagnostics.progress import stage_progress
+from fourfold.diagnostics.trackers import make_trackers
+from fourfold.memory.meter import PhaseMeter
+from fourfold.models.assembly import FourModels, assemble, record_for
+from fourfold.models.loading import Base
+from fourfold.models.storage import save_role
+from fourfold.rollout.local import LocalSampler, SamplingSettings
+from fourfold.rollout.prompts import PromptStream, evaluation_batch
+from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
+from fourfold.training.checkpoint import CheckpointStore
+from fourfold.training.folder import RunFolder
+from fourfold.training.inputs import Inputs
+from fourfold.training.supervised import Texts
+from fourfold.training.trainer import StepCallback, Trainer
+from fourfold.training.update import Learner
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Folders of the roles that PPO starts from; None is the base model, or no reward model."""
+
+    sft: Path | None
+    reward: Path | None
+
+
+def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
+    """The reward model, or the function that the settings name."""
+    if config.reward.source == "function":
+        return FunctionReward.named(config.reward.function, models.base.tokenizer, retries=config.reward.retries)
+    assert models.reward is not None, "assemble has loaded the reward model"
+    return ModelReward(models.reward)
+
+
+def build_trainer(
+    config: RunConfig,
+    models: FourModels,
+    reward: RewardSource,
+    prompts: Texts,
+    prompts_test: Texts,
+    folder: Path,
+    meter: PhaseMeter,
+    callbacks: tuple[StepCallback, ...] = (),
+) -> Trainer:
+    """A trainer that has taken up the newest checkpoint in `folder`, if there is one."""
+    ppo, sampling, evaluation = config.ppo, config.sampling, config.evaluation
+    settings = SamplingSettings(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        batch_size=sampling.batch_size,
+        score_batch_size=ppo.micro_batch_size,
+        stop_strings=sampling.stop_strings,
+    )
+    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * updates_a_rollout(config)
+    learner = Learner(
+        models.actor,
+        models.critic,
+        LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps),
+        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * updates_a_rollout(config)),
+    )
+    trainer = Trainer(
+        config=config,
+        models=models,
+        reward=reward,
+        sampler=LocalSampler(models.base, models.actor, settings),
+        learner=learner,
+        prompts=PromptStream(
+            prompts, seed=config.seed, rows=ppo.rollout_batch_size, responses_per_prompt=sampling.responses_per_prompt
+        ),
+        evaluation_prompts=(
+            evaluation_batch(prompts_test, seed=config.seed, responses_per_prompt=evaluation.responses_per_prompt)
+            if prompts_test
+            else None
+        ),
+        store=CheckpointStore(folder / "checkpoints", keep_last=config.checkpoint.keep_last),
+        trackers=[],
+        meter=meter,
+        judge=make_judge(evaluation.judge),
+        callbacks=callbacks,
+    )
+    resumed = trainer.resume()
+    trainer.trackers = make_trackers(
+        config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
+    )
+    return trainer
+
+
+def updates_a_rollout(config: RunConfig) -> int:
+    """Optimizer steps of one rollout when no epoch ends early."""
+    ppo = config.ppo
+    return ppo.num_epochs * -(-ppo.rollout_batch_size // ppo.mini_batch_size)
+
+
+def train_ppo(
+    config: RunConfig,
+    base: Base,
+    inputs: Inputs,
+    stores: Stores,
+    folder: RunFolder,
+    meter: PhaseMeter,
+    say: Say,
+    callbacks: tuple[StepCallback, ...] = (),
+) -> dict[str, Any]:
+    """Train, store the actor in `ppo/model`; returns the evaluations before and after."""
+    with meter.phase("load"):
+        models = assemble(config, base, stores.sft, stores.reward)
+    reward = reward_source(config, models)
+    stage = folder.stage("ppo")
+    with stage_progress("ppo", config.ppo.steps, unit="steps") as progress:
+        trainer = build_trainer(
+            config,
+            models,
+            reward,
+            inputs.prompts,
+            inputs.prompts_test,
+            stage,
+            meter,
+            (lambda _, row: progress.advance(1, note=_note(row)), *callbacks),
+        )
+        progress.advance(trainer.progress.step)
+        for warning in trainer.store.warnings:
+            say(f"warning: {warning}")
+        report = trainer.check()
+        say(report.describe())
+        folder.write_json("ppo/preflight.json", report.as_dict())
+        if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
+            _write_evaluation(folder, "before", trainer)
+        meter.take()  # what came before the first step belongs to no step
+        try:
+            trainer.run()
+        finally:
+            for tracker in trainer.trackers:
+                tracker.close()
+    if trainer.evaluation_prompts is not None:
+        _write_evaluation(folder, "after", trainer)
+    save_role(folder.model("ppo"), models.actor, record_for(config, "policy"))
+    return {name: folder.read_json(f"ppo/{name}.json") for name in ("before", "after")}
+
+
+def _note(row: dict[str, float]) -> str:
+    return f"score {row['score_mean']:+.2f}, KL {row['kl_per_sequence_mean']:.1f}"
+
+
+def _write_evaluation(folder: RunFolder, name: str, trainer: Trainer) -> None:
+    evaluation = trainer.last_evaluation if name == "after" else None
+    evaluation = evaluation or trainer.evaluate()
+    metrics = {key.removeprefix("eval_"): value for key, value in evaluation.metrics.items()}
+    folder.write_json(
+        f"ppo/{name}.json", {"metrics": metrics, "prompts": evaluation.prompts, "responses": evaluation.responses}
+    )

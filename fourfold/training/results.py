@@ -1,0 +1,134 @@
+"""Use what a run has made: samples beside the reference, and a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fourfold.config.schema import RunConfig
+from fourfold.data.records import Message, PromptRecord, read_prompts
+from fourfold.data.tokenize import encode_prompts
+from fourfold.memory.precision import DTYPES
+from fourfold.models.assembly import record_for
+from fourfold.models.loading import Base, load_base, load_causal_lm
+from fourfold.models.roles import Policy
+from fourfold.models.split import layout_of
+from fourfold.models.storage import load_own_tensors, load_role
+from fourfold.rollout.local import LocalSampler, SamplingSettings
+from fourfold.rollout.sampler import PromptBatch, row_seed
+from fourfold.scoring.sources import texts_of
+from fourfold.training.checkpoint import CheckpointStore
+from fourfold.training.folder import RunFolder, saved_config
+
+
+def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
+    """The trained actor of a run: of its last step, or of the best checkpoint."""
+    actor = base.new_policy()
+    if best:
+        checkpoint = CheckpointStore(folder.stage("ppo") / "checkpoints", keep_last=1).load_best()
+        if checkpoint is None:
+            raise ValueError(f"{folder.root}: no checkpoint was marked as the best; leave out --best")
+        load_own_tensors(actor, checkpoint.tensors("actor"), shares_head=base.shared)
+    elif folder.finished("ppo") is None:
+        raise ValueError(f"{folder.root}: the stage ppo has not finished; run it to the end, or give --best")
+    else:
+        load_role(folder.model("ppo"), actor, record_for(config, "policy"))
+    return actor
+
+
+def load_reference(config: RunConfig, base: Base, folder: RunFolder) -> Policy:
+    """The policy that the actor started from."""
+    reference = base.new_policy()
+    if folder.finished("sft") is not None:
+        load_role(folder.model("sft"), reference, record_for(config, "policy"))
+    return reference
+
+
+def sample_beside_reference(
+    run: str,
+    *,
+    prompts: Sequence[str],
+    chat: bool,
+    count: int,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    seed: int,
+    best: bool,
+) -> list[tuple[str, str, str]]:
+    """(prompt, reference's response, actor's response) for each prompt, drawn with the same random numbers."""
+    folder = RunFolder(Path(run).expanduser())
+    config = saved_config(folder.root)
+    base = load_base(config)
+    actor, reference = load_actor(config, base, folder, best=best), load_reference(config, base, folder)
+    settings = SamplingSettings(
+        max_new_tokens=max_new_tokens or config.sampling.max_new_tokens,
+        temperature=temperature or config.sampling.temperature,
+        batch_size=0,
+        score_batch_size=config.ppo.micro_batch_size,
+        stop_strings=config.sampling.stop_strings,
+    )
+    records = [PromptRecord((Message("user", text),) if chat else text) for text in prompts]
+    if not records:
+        section = config.data.prompts_test or config.data.prompts
+        if section is None:
+            raise ValueError(f"{folder.root}: the run has no prompts of its own; give --prompt")
+        records = read_prompts(section)[:count]
+    tokens, _ = encode_prompts(
+        base.tokenizer, records, max_tokens=config.data.max_prompt_tokens, truncation=config.data.truncation
+    )
+    batch = PromptBatch(tokens, range(len(tokens)), [row_seed("sample", seed, row) for row in range(len(tokens))])
+    written = []
+    for policy in (reference, actor):
+        rollout, _ = LocalSampler(base, policy, settings).generate(batch, policy_version=0)
+        written.append(texts_of(rollout, base.tokenizer))
+    return list(zip(written[0][0], written[0][1], written[1][1], strict=True))
+
+
+@torch.no_grad()
+def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
+    """Write the actor as a Hugging Face folder, whole or not at all; returns the folder."""
+    folder, target = RunFolder(Path(run).expanduser()), Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder; give another one")
+    config = saved_config(folder.root)
+    base = load_base(config)
+    actor = load_actor(config, base, folder, best=best)
+    # Frozen weights are read in the run's compute type, which float32 holds exactly; trained ones are float32.
+    compute = base.trunk.compute_dtype if base.trunk is not None else torch.float32
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
+    model = model.float()
+    _copy_branch(actor, model)
+    model.to(DTYPES[dtype])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".partial-{target.name}-", dir=target.parent))
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        if target.exists():
+            target.rmdir()
+        os.chmod(partial, 0o755)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def _copy_branch(actor: Policy, model: torch.nn.Module) -> None:
+    """Put the actor's own layers in their places of the whole model."""
+    layout = layout_of(model)
+    whole, body = getattr(model, layout.body), actor.branch.body
+    layers, own = getattr(whole, layout.layers), getattr(body, layout.layers)
+    for target, source in zip(layers[len(layers) - len(own) :], own, strict=True):
+        target.load_state_dict(source.state_dict())
+    names = [layout.norm]
+    if actor.branch.takes_ids:
+        names += [name for name in (layout.embedding, layout.learned_positions) if name]
+        model.get_output_embeddings().weight.copy_(actor.head.weight)
+    for name in names:
+        getattr(whole, name).load_state_dict(getattr(body, name).state_dict())

@@ -1,0 +1,124 @@
+"""Stage 2, reward: a scorer trained on preference pairs with the Bradley-Terry loss (Ouyang et al. 2022, eq. 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fourfold.backends.local import LocalOptimizer
+from fourfold.config.schema import RunConfig
+from fourfold.models.assembly import record_for
+from fourfold.models.loading import Base
+from fourfold.models.roles import Scorer, make_trainable, scorer_on
+from fourfold.models.storage import load_role, save_role
+from fourfold.training.stage import Stage
+from fourfold.training.supervised import Texts, fill_cache
+from fourfold.training.texts import TextCache, epoch_batches
+
+# (chosen, rejected): two whole texts, as token ids.
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+def pair_margins(scorer: Scorer, cache: TextCache, pairs: Sequence[Pair]) -> Tensor:
+    """score(chosen) - score(rejected) for each pair; a text in several pairs is scored once."""
+    texts = sorted({tuple(text) for pair in pairs for text in pair}, key=len)
+    place = {text: i for i, text in enumerate(texts)}
+    scores = scorer.scores(cache.activations(texts)[0])
+    chosen, rejected = ([place[tuple(pair[side])] for pair in pairs] for side in (0, 1))
+    return scores[chosen] - scores[rejected]
+
+
+def bradley_terry_sum(margins: Tensor) -> Tensor:
+    """Sum of -log sigmoid(margin): the negative log-likelihood of the preferences."""
+    return -torch.nn.functional.logsigmoid(margins).sum()
+
+
+@torch.no_grad()
+def scores_of(scorer: Scorer, cache: TextCache, texts: Texts, batch_size: int) -> Tensor:
+    """Scores of texts, in their order."""
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+    scores = torch.zeros(len(texts))
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        scores[rows] = scorer.scores(cache.activations([texts[row] for row in rows])[0]).cpu()
+    return scores
+
+
+def pair_accuracy(scorer: Scorer, cache: TextCache, pairs: Sequence[Pair], batch_size: int) -> float:
+    """Share of pairs whose chosen text has the higher score; a tie counts half."""
+    texts = sorted({tuple(text) for pair in pairs for text in pair})
+    score = dict(zip(texts, scores_of(scorer, cache, texts, batch_size).tolist(), strict=True))
+    wins = [score[tuple(a)] - score[tuple(b)] for a, b in pairs]
+    return sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in wins) / len(wins)
+
+
+def train_reward(
+    config: RunConfig,
+    base: Base,
+    cache: TextCache,
+    pairs: Sequence[Pair],
+    test: Sequence[Pair],
+    texts: Texts,
+    sft: Path | None,
+    folder: Path,
+) -> dict[str, float]:
+    """Train the reward model and store it in `folder`/model; returns the stage's metrics.
+
+    `texts` are those that `reward.standardise` gives mean 0 and standard deviation 1; `sft` is the stored policy that
+    `reward.init = "sft"` starts from.
+    """
+    settings = config.reward
+    fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + list(texts), "reward: trunk activations")
+    scorer = _initial_scorer(config, base, sft)
+    make_trainable(scorer, with_language_head=False)
+    lengths = [max(len(a), len(b)) for a, b in pairs]
+    batches = [
+        batch
+        for epoch in range(settings.num_epochs)
+        for batch in epoch_batches(lengths, settings.batch_size, seed=config.seed, epoch=epoch)
+    ]
+    optimizer = LocalOptimizer("reward model", scorer, settings, total_steps=len(batches))
+
+    def learn(step: int) -> float:
+        rows = batches[step]
+        total = 0.0
+        for start in range(0, len(rows), settings.micro_batch_size):
+            micro = [pairs[row] for row in rows[start : start + settings.micro_batch_size]]
+            loss = bradley_terry_sum(pair_margins(scorer, cache, micro))
+            optimizer.backward(loss / len(rows))
+            total += float(loss.detach())
+        optimizer.step()
+        return total / len(rows)
+
+    stage = Stage("reward", folder, scorer, base.shared, optimizer, len(batches), learn, config.checkpoint.stage_every)
+    stage.run()
+    if settings.standardise and texts:
+        standardise(scorer, scores_of(scorer, cache, texts, settings.micro_batch_size))
+    metrics: dict[str, float] = {"pairs": len(pairs)}
+    if test:
+        metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, settings.micro_batch_size)
+        metrics["test_pairs"] = len(test)
+    save_role(folder / "model", scorer, record_for(config, "scorer"))
+    return metrics
+
+
+def _initial_scorer(config: RunConfig, base: Base, sft: Path | None) -> Scorer:
+    if config.reward.init == "base" or sft is None:
+        return base.new_scorer()
+    policy = base.new_policy()
+    load_role(sft, policy, record_for(config, "policy"))
+    return scorer_on(policy)
+
+
+@torch.no_grad()
+def standardise(scorer: Scorer, scores: Tensor) -> None:
+    """Set the head's scale and shift so that these scores get mean 0 and standard deviation 1."""
+    deviation = float(scores.std())
+    if not deviation > 0:
+        raise ValueError("reward.standardise: all texts get the same score; the reward model has learned nothing")
+    scale = 1.0 / deviation
+    scorer.head.shift.copy_((scorer.head.shift - float(scores.mean())) * scale)
+    scorer.head.scale.mul_(scale)

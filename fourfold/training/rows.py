@@ -1,0 +1,95 @@
+"""One row of metrics.jsonl out of a step's tensors, counters and timings (names: diagnostics/metrics)."""
+
+from __future__ import annotations
+
+import torch
+
+from fourfold.algorithms.kl import kl_estimate
+from fourfold.algorithms.statistics import explained_variance, moments, spearman
+from fourfold.batch import Experience, ScoredRollout
+from fourfold.memory.meter import PhaseUsage
+from fourfold.training.state import Progress
+
+TIMED_PHASES = ("generate", "score", "learn", "save")
+
+
+def training_row(
+    progress: Progress,
+    experience: Experience,
+    scored: ScoredRollout,
+    learned: dict[str, float],
+    work: dict[str, float],
+    usage: dict[str, PhaseUsage],
+    *,
+    kl_coef: float,
+    shaped_score_mean: float,
+    invalid_scores: int,
+) -> dict[str, float]:
+    """Everything a PPO step logs.
+
+    `scored` holds the rows as they were sampled, `experience` those that were learned from; `kl_coef` is the one that
+    the step's rewards were made with.
+    """
+    row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": kl_coef}
+    row |= _rollout(scored)
+    row |= {"score_shaped_mean": shaped_score_mean, "invalid_scores": invalid_scores}
+    row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
+    row["reward_per_sequence_mean"] = float(experience.rewards.sum(dim=1).mean())
+    row |= _values(experience)
+    row |= learned
+    row |= work
+    seconds = 0.0
+    for phase in TIMED_PHASES:
+        measured = usage.get(phase, PhaseUsage(0.0, 0))
+        row[f"{phase}_seconds"], row[f"{phase}_peak_bytes"] = measured
+        seconds += measured.seconds
+    row["step_seconds"] = seconds
+    row["tokens_per_second"] = int(scored.response_mask.sum()) / seconds
+    return row
+
+
+def counters(progress: Progress) -> dict[str, float]:
+    """Where the run stands, by four measures that all rise."""
+    return {
+        "step": progress.step,
+        "episodes": progress.episodes,
+        "optimizer_steps": progress.optimizer_steps,
+        "tokens": progress.tokens,
+    }
+
+
+def _rollout(scored: ScoredRollout) -> dict[str, float]:
+    mask, rows = scored.response_mask, len(scored.sequences)
+    tokens = int(mask.sum())
+    kl = float(torch.where(mask, scored.kl, 0.0).sum())
+    k1, k3 = (
+        float(torch.where(mask, kl_estimate(scored.log_probs, scored.ref_log_probs, name), 0.0).sum())
+        for name in ("k1", "k3")
+    )
+    gap = (scored.sampler_log_probs - scored.log_probs).abs()[mask]
+    return {
+        "score_mean": float(scored.scores.mean()),
+        "score_std": float(scored.scores.std(unbiased=False)),
+        "score_raw_min": float(scored.scores.min()),
+        "score_raw_max": float(scored.scores.max()),
+        "kl_per_sequence_mean": kl / rows,
+        "kl_per_token_mean": kl / tokens,
+        "kl_k1_per_sequence_mean": k1 / rows,
+        "kl_k3_per_sequence_mean": k3 / rows,
+        "response_length_mean": tokens / rows,
+        "response_length_max": int(scored.lengths.max()),
+        "eos_share": float((~scored.truncated).float().mean()),
+        "sampler_gap_mean": float(gap.mean()),
+        "sampler_gap_max": float(gap.max()),
+    }
+
+
+def _values(experience: Experience) -> dict[str, float]:
+    mask = experience.response_mask
+    row: dict[str, float] = {
+        "explained_variance": explained_variance(experience.values, experience.returns, mask),
+        "value_return_spearman": spearman(experience.values[mask], experience.returns[mask]),
+    }
+    for name, tensor in (("value", experience.values), ("return", experience.returns), ("advantage", experience.advantages)):
+        row[f"{name}_mean"], row[f"{name}_std"] = moments(tensor, mask)
+    return row

@@ -1,0 +1,60 @@
+"""The loop that the supervised stages share: batches, optimizer steps, checkpoints, resuming, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.backends.base import RoleOptimizer
+from fourfold.diagnostics.progress import stage_progress
+from fourfold.errors import Interrupted
+from fourfold.models.roles import Policy, Scorer
+from fourfold.models.storage import load_own_tensors, own_tensors
+from fourfold.training.checkpoint import CheckpointStore, flatten_optimizer, restore_optimizer
+from fourfold.training.signals import StopRequest
+
+
+@dataclass
+class Stage:
+    """A supervised stage: `learn(step)` takes one optimizer step and returns its loss."""
+
+    name: str
+    folder: Path
+    role: Policy | Scorer
+    shares_head: bool
+    optimizer: RoleOptimizer
+    steps: int
+    learn: Callable[[int], float]
+    checkpoint_every: int
+
+    def run(self) -> list[float]:
+        """Go from the newest checkpoint to the last step; returns the losses of the steps taken here."""
+        store = CheckpointStore(self.folder / "checkpoints", keep_last=2)
+        done = self._resume(store)
+        losses: list[float] = []
+        with StopRequest() as stop, stage_progress(self.name, self.steps, unit="steps", done=done) as progress:
+            for step in range(done, self.steps):
+                losses.append(self.learn(step))
+                progress.advance(1, note=f"loss {losses[-1]:.3f}")
+                if stop.requested or (step + 1) % self.checkpoint_every == 0 or step + 1 == self.steps:
+                    self._save(store, step + 1)
+                if stop.requested and step + 1 < self.steps:
+                    raise Interrupted(f"{self.name}: stopped after step {step + 1} of {self.steps}; the same command goes on")
+        return losses
+
+    def _resume(self, store: CheckpointStore) -> int:
+        checkpoint = store.latest()
+        if checkpoint is None:
+            return 0
+        load_own_tensors(self.role, checkpoint.tensors("role"), shares_head=self.shares_head)
+        record = checkpoint.state
+        restored = restore_optimizer(checkpoint.tensors("optimizer"), record["optimizer"])
+        self.optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
+        return checkpoint.step
+
+    def _save(self, store: CheckpointStore, step: int) -> None:
+        everything = self.optimizer.state_dict()
+        tensors, record = flatten_optimizer(everything["optimizer"])
+        groups = {"role": own_tensors(self.role, shares_head=self.shares_head), "optimizer": tensors}
+        store.save(step, groups, {"optimizer": record, "steps_done": everything["steps_done"]})

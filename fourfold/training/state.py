@@ -1,0 +1,71 @@
+"""What a run of PPO carries from step to step, and how it goes into a checkpoint and comes back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fourfold.algorithms.rewards import RunningMoments
+from fourfold.models.assembly import FourModels
+from fourfold.models.roles import Policy, Scorer
+from fourfold.models.storage import load_own_tensors, own_tensors
+from fourfold.training.checkpoint import Checkpoint, flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from fourfold.training.update import Learner
+
+
+@dataclass
+class Progress:
+    """Counters and controllers of a run; everything here is part of a checkpoint."""
+
+    kl_coef: float
+    step: int = 0
+    episodes: int = 0
+    tokens: int = 0
+    optimizer_steps: int = 0
+    best_metric: float | None = None
+    moments: RunningMoments = field(default_factory=RunningMoments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "moments": self.moments.to_dict()}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> Progress:
+        """The inverse of `as_dict`."""
+        return cls(**{**state, "moments": RunningMoments.from_dict(state["moments"])})
+
+
+def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
+    return {"actor": models.actor, "critic": models.critic}
+
+
+def collect(models: FourModels, learner: Learner, progress: Progress) -> tuple[dict[str, dict], dict[str, Any]]:
+    """Tensors and JSON of a checkpoint: trained roles, both optimizers, counters, random states, frozen checksum."""
+    tensors = {name: own_tensors(role, shares_head=models.base.shared) for name, role in _roles(models).items()}
+    state: dict[str, Any] = {"progress": progress.as_dict(), "frozen_checksum": models.frozen_checksum(), "optimizers": {}}
+    for name, optimizer in (("actor", learner.actor_optimizer), ("critic", learner.critic_optimizer)):
+        everything = optimizer.state_dict()
+        tensors[f"{name}_optimizer"], record = flatten_optimizer(everything["optimizer"])
+        state["optimizers"][name] = {"optimizer": record, "steps_done": everything["steps_done"]}
+    tensors["random"], state["random"] = rng_state()
+    return tensors, state
+
+
+def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner) -> Progress:
+    """Put a checkpoint back into the models and optimizers; returns the counters.
+
+    The frozen models are rebuilt from the stages' files, so they are compared with what the run had.
+    """
+    if checkpoint.state["frozen_checksum"] != models.frozen_checksum():
+        raise ValueError(
+            f"{checkpoint.path}: reference, reward or trunk are not those of the interrupted run (checksums differ); "
+            "restore the stage folders, or start again in a new output folder"
+        )
+    for name, role in _roles(models).items():
+        load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shared)
+    for name, optimizer in (("actor", learner.actor_optimizer), ("critic", learner.critic_optimizer)):
+        record = checkpoint.state["optimizers"][name]
+        restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])
+        optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
+    restore_rng(checkpoint.tensors("random"), checkpoint.state["random"])
+    return Progress.from_dict(checkpoint.state["progress"])

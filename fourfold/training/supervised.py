@@ -1,0 +1,85 @@
+"""Stage 1, sft: next-token prediction on texts, so that sampling starts from the domain (Ouyang et al. 2022, 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fourfold.backends.local import LocalOptimizer
+from fourfold.config.schema import RunConfig
+from fourfold.diagnostics.progress import stage_progress
+from fourfold.models.assembly import record_for
+from fourfold.models.loading import Base
+from fourfold.models.roles import Activations, Policy, make_trainable
+from fourfold.models.storage import save_role
+from fourfold.training.stage import Stage
+from fourfold.training.texts import TextCache, epoch_batches
+
+Texts = Sequence[Sequence[int]]
+
+
+def nll_sum(policy: Policy, activations: Activations, ids: Tensor) -> tuple[Tensor, int]:
+    """Sum of -log p over all tokens but the first of each text, and how many they are."""
+    mask = activations.mask[:, 1:]
+    hidden = policy.branch(activations.inputs, activations.mask)[:, :-1][mask]
+    log_probs, _ = policy.head.log_probs(hidden, ids[:, 1:][mask], 1.0, policy.branch.compute_dtype, with_entropy=False)
+    return -log_probs.sum(), int(mask.sum())
+
+
+@torch.no_grad()
+def mean_nll(policy: Policy, cache: TextCache, texts: Texts, batch_size: int) -> float:
+    """Nats a token on texts (teacher-forced)."""
+    total, count = 0.0, 0
+    for rows in epoch_batches([len(text) for text in texts], batch_size, seed=0, epoch=0):
+        loss, tokens = nll_sum(policy, *cache.activations([texts[row] for row in rows]))
+        total, count = total + float(loss), count + tokens
+    return total / count
+
+
+def fill_cache(cache: TextCache, texts: Texts, title: str) -> None:
+    """Compute the trunk's activations of texts that are not cached yet, with a progress bar."""
+    missing = cache.missing(texts)
+    if missing:
+        with stage_progress(title, len(missing), unit="texts") as progress:
+            for count in cache.fill(missing):
+                progress.advance(count)
+
+
+def train_sft(config: RunConfig, base: Base, cache: TextCache, texts: Texts, test: Texts, folder: Path) -> dict[str, float]:
+    """Train the policy on texts and store it in `folder`/model; returns the stage's metrics."""
+    settings = config.sft
+    fill_cache(cache, [*texts, *test], "sft: trunk activations")
+    policy = base.new_policy()
+    make_trainable(policy, with_language_head=not base.shared)
+    metrics: dict[str, float] = {"texts": len(texts)}
+    if test:
+        metrics["test_nll_before"] = mean_nll(policy, cache, test, settings.micro_batch_size)
+    lengths = [len(text) for text in texts]
+    batches = [
+        batch
+        for epoch in range(settings.num_epochs)
+        for batch in epoch_batches(lengths, settings.batch_size, seed=config.seed, epoch=epoch)
+    ]
+    optimizer = LocalOptimizer("sft policy", policy, settings, total_steps=len(batches))
+
+    def learn(step: int) -> float:
+        rows = batches[step]
+        tokens = sum(lengths[row] - 1 for row in rows)
+        total = 0.0
+        for start in range(0, len(rows), settings.micro_batch_size):
+            micro = [texts[row] for row in rows[start : start + settings.micro_batch_size]]
+            loss, _ = nll_sum(policy, *cache.activations(micro))
+            optimizer.backward(loss / tokens)
+            total += float(loss.detach())
+        optimizer.step()
+        return total / tokens
+
+    stage = Stage("sft", folder, policy, base.shared, optimizer, len(batches), learn, config.checkpoint.stage_every)
+    stage.run()
+    if test:
+        metrics["test_nll_after"] = mean_nll(policy, cache, test, settings.micro_batch_size)
+    save_role(folder / "model", policy, record_for(config, "policy"))
+    return metrics

@@ -1,0 +1,206 @@
+"""PPO with four models: the loop of the paper's algorithm box (Ouyang et al. 2022; Schulman et al. 2017).
+
+Read `Trainer.step` first: generate, score, estimate advantages, update. Everything else keeps that loop safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.algorithms.kl import adapt_kl_coef
+from fourfold.batch import Rollout, ScoredRollout
+from fourfold.config.schema import RunConfig
+from fourfold.diagnostics.metrics import check_row
+from fourfold.diagnostics.trackers import Tracker
+from fourfold.errors import Interrupted, RunFailed
+from fourfold.memory.meter import PhaseMeter
+from fourfold.models.assembly import FourModels, set_new_head_bias
+from fourfold.models.roles import Activations
+from fourfold.rollout.prompts import PromptStream
+from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
+from fourfold.scoring.pipeline import learnable, score
+from fourfold.scoring.sources import RewardSource, texts_of
+from fourfold.training.accounting import Accountant
+from fourfold.training.checkpoint import CheckpointStore
+from fourfold.training.evaluation import Evaluation, Judge, summarise
+from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
+from fourfold.training.preflight import Preflight, preflight
+from fourfold.training.rows import counters, training_row
+from fourfold.training.signals import StopRequest
+from fourfold.training.state import Progress, collect, restore
+from fourfold.training.update import Learned, Learner, update
+
+StepCallback = Callable[[int, dict[str, float]], None]
+
+
+@dataclass
+class Trainer:
+    """Everything a run of PPO needs; `run` goes from where the newest checkpoint stands to the last step."""
+
+    config: RunConfig
+    models: FourModels
+    reward: RewardSource
+    sampler: Sampler
+    learner: Learner
+    prompts: PromptStream
+    evaluation_prompts: PromptBatch | None
+    store: CheckpointStore
+    trackers: list[Tracker]
+    meter: PhaseMeter
+    judge: Judge | None = None
+    callbacks: tuple[StepCallback, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(kl_coef=self.config.ppo.kl_coef)
+        self.accountant = Accountant(self.models)
+        self.last_evaluation: Evaluation | None = None
+
+    def resume(self) -> bool:
+        """Take up the newest good checkpoint, if there is one."""
+        checkpoint = self.store.latest()
+        if checkpoint is not None:
+            self.progress = restore(checkpoint, self.models, self.learner)
+        self._frozen = self.models.frozen_checksum()
+        return checkpoint is not None
+
+    def check(self) -> Preflight:
+        """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
+        fresh = self.progress.step == 0
+        rollout, activations = self.sampler.generate(self.prompts.batch(self.progress.step), policy_version=0)
+        rows = torch.arange(min(len(rollout.sequences), self.config.ppo.micro_batch_size), device=rollout.sequences.device)
+        rollout, activations = rollout.select(rows), activations.select(rows)
+        scored, valid = self._score(rollout, activations)
+        if fresh and self.config.critic.init != "reward" and bool(valid.any()):
+            shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored.scores[valid]))
+            set_new_head_bias(self.models.critic, float(shape_scores(scored, self.config.ppo, shaping)[valid].mean()))
+        return preflight(
+            self.models, scored, activations, temperature=self.config.sampling.temperature, fresh=fresh
+        )
+
+    def run(self) -> None:
+        """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
+        steps = self.config.ppo.steps
+        with StopRequest() as stop:
+            while self.progress.step < steps:
+                row = self.step()
+                self._log(row, "ppo_step")
+                for callback in self.callbacks:
+                    callback(self.progress.step, row)
+                best = self._evaluate_if_due()
+                finished = self.progress.step == steps
+                # Rows are logged before the checkpoint: resuming drops rows after it, so none is lost or doubled.
+                if best or finished or stop.requested or self.progress.step % self.config.checkpoint.every == 0:
+                    self.save(is_best=best)
+                if stop.requested and not finished:
+                    raise Interrupted(f"stopped after step {self.progress.step} of {steps}; the same command goes on from there")
+
+    def step(self) -> dict[str, float]:
+        """One rollout: generate, score, estimate advantages, learn."""
+        step, settings = self.progress.step, self.config.ppo
+        with self.meter.phase("generate"):
+            rollout, activations = self.sampler.generate(self.prompts.batch(step), policy_version=step)
+        with self.meter.phase("score"):
+            scored, valid = self._score(rollout, activations)
+            self.progress.moments = self.progress.moments.update(scored.scores[valid])
+            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_failure)
+            shaping = Shaping(self.progress.kl_coef, self.progress.moments)
+            experience = estimate_advantages(scored.select(rows), settings, shaping)
+        with self.meter.phase("learn"):
+            learned = update(
+                self.learner,
+                experience,
+                activations.select(rows),
+                settings,
+                temperature=self.config.sampling.temperature,
+                seed=row_seed("update", self.config.seed, step),
+                train_actor=step >= self.config.critic.warmup_rollouts,
+            )
+        self._advance(scored, learned)
+        return training_row(
+            self.progress,
+            experience,
+            scored,
+            learned.metrics,
+            self.accountant.step(rollout, learned.actor, learned.critic, full_kl=settings.kl_estimator == "full"),
+            self.meter.take(),
+            kl_coef=shaping.kl_coef,
+            shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
+            invalid_scores=int((~valid).sum()),
+        )
+
+    def _score(self, rollout: Rollout, activations: Activations) -> tuple[ScoredRollout, Tensor]:
+        return score(
+            rollout,
+            activations,
+            actor=self.models.actor,
+            reference=self.models.reference,
+            critic=self.models.critic,
+            reward=self.reward,
+            temperature=self.config.sampling.temperature,
+            kl_estimator=self.config.ppo.kl_estimator,
+            micro_batch_size=self.config.ppo.micro_batch_size,
+        )
+
+    def _advance(self, scored: ScoredRollout, learned: Learned) -> None:
+        progress, settings = self.progress, self.config.ppo
+        progress.step += 1
+        progress.episodes += settings.rollout_batch_size
+        progress.tokens += int(scored.lengths.sum())
+        progress.optimizer_steps += int(learned.metrics["actor_optimizer_steps"])
+        if settings.kl_controller == "adaptive":
+            kl = float(torch.where(scored.response_mask, scored.kl, 0.0).sum(dim=1).mean())
+            progress.kl_coef = adapt_kl_coef(
+                progress.kl_coef,
+                kl,
+                target=settings.kl_target,
+                horizon=settings.kl_horizon,
+                num_sequences=len(scored.sequences),
+            )
+
+    def evaluate(self) -> Evaluation:
+        """Held-out prompts under the actor as it is now, always with the same random numbers."""
+        if self.evaluation_prompts is None:
+            raise ValueError("no held-out prompts: give data.prompts_test")
+        rollout, activations = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
+        scored, valid = self._score(rollout, activations)
+        rows = valid.nonzero()[:, 0]
+        scored = scored.select(rows)
+        prompts, responses = texts_of(scored, self.models.base.tokenizer)
+        return summarise(scored, prompts, responses, self.judge)
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate every so many steps and at the end; True when the result is the best so far."""
+        step, every = self.progress.step, self.config.evaluation.every
+        due = step == self.config.ppo.steps or (every > 0 and step % every == 0)
+        if not due or self.evaluation_prompts is None:
+            return False
+        self.last_evaluation = self.evaluate()
+        metrics = self.last_evaluation.metrics
+        self._log({**counters(self.progress), **metrics}, "evaluation")
+        value, best = metrics.get(self.config.checkpoint.best_metric), self.progress.best_metric
+        if value is None:
+            return False
+        better = best is None or (value > best if self.config.checkpoint.best_mode == "max" else value < best)
+        if better:
+            self.progress.best_metric = value
+        return better
+
+    def save(self, *, is_best: bool) -> None:
+        """Write a checkpoint, after making sure that nothing frozen has moved."""
+        with self.meter.phase("save"):
+            if self.models.frozen_checksum() != self._frozen:
+                raise RunFailed(
+                    f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they must "
+                    "never do; nothing was saved, the checkpoint before is intact"
+                )
+            tensors, state = collect(self.models, self.learner, self.progress)
+            self.store.save(self.progress.step, tensors, state, is_best=is_best)
+
+    def _log(self, row: dict[str, float], kind: str) -> None:
+        check_row(row, kind)
+        for tracker in self.trackers:
+            tracker.log(row, kind)

@@ -1,0 +1,188 @@
+"""The learn phase: epochs x mini-batches x micro-batches of PPO (Schulman et al. 2017) on one rollout.
+
+Every loss is a sum over tokens divided once by the response tokens of the whole mini-batch, so the gradient does not
+depend on micro-batch size, padding or row order. The critic goes first and frees its gradients before the actor's
+are made: the peak holds one set of gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fourfold.algorithms.kl import kl_loss
+from fourfold.algorithms.losses import entropy_sum, policy_loss, value_loss
+from fourfold.algorithms.masking import masked_sum
+from fourfold.backends.base import RoleOptimizer
+from fourfold.batch import Experience
+from fourfold.config.schema import PpoSection
+from fourfold.models.roles import Activations, Policy, Scorer
+from fourfold.rollout.sampler import row_seed
+from fourfold.training.accounting import Work
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The two trained roles with their optimizers."""
+
+    actor: Policy
+    critic: Scorer
+    actor_optimizer: RoleOptimizer
+    critic_optimizer: RoleOptimizer
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Metrics of an update (names and formulas: diagnostics/metrics) and the rows that each role worked through."""
+
+    metrics: dict[str, float]
+    actor: Work
+    critic: Work
+
+
+@dataclass
+class _Totals:
+    """Sums over the tokens of all mini-batches of an update, and the largest of what has a maximum."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    maxima: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    actor: Work = field(default_factory=Work)
+    critic: Work = field(default_factory=Work)
+
+    def mean(self, name: str, denominator: str) -> float:
+        return self.sums[name] / self.sums[denominator] if self.sums[denominator] else 0.0
+
+
+def update(
+    learner: Learner,
+    experience: Experience,
+    activations: Activations,
+    settings: PpoSection,
+    *,
+    temperature: float,
+    seed: int,
+    train_actor: bool = True,
+) -> Learned:
+    """Learn from one rollout.
+
+    With `target_kl`, a mini-batch whose KL(old, new) reaches it ends the update: its gradients are dropped and its
+    step is not taken, and only the critic's step on it stands.
+    """
+    totals = _Totals()
+    rows = len(experience.sequences)
+    stopped = False
+    for epoch in range(settings.num_epochs):
+        generator = torch.Generator().manual_seed(row_seed("epoch", seed, epoch))
+        order = torch.randperm(rows, generator=generator).to(experience.sequences.device)
+        for mini in order.split(settings.mini_batch_size):
+            _critic_step(learner, experience, activations, mini, settings, totals)
+            if train_actor:
+                stopped = not _actor_step(learner, experience, activations, mini, settings, temperature, totals)
+            if stopped:
+                break
+        if stopped:
+            break
+        totals.sums["epochs_run"] += 1
+    return Learned(_metrics(totals, learner, stopped), totals.actor, totals.critic)
+
+
+def _critic_step(
+    learner: Learner,
+    experience: Experience,
+    activations: Activations,
+    mini: Tensor,
+    settings: PpoSection,
+    totals: _Totals,
+) -> None:
+    tokens = int(experience.response_mask[mini].sum())
+    for micro in mini.split(settings.micro_batch_size):
+        part = experience.select(micro)
+        values, _ = learner.critic.values(activations.select(micro), part)
+        loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
+        learner.critic_optimizer.backward(settings.value_coef * loss.loss_sum / tokens)
+        totals.sums["value_loss"] += float(loss.loss_sum.detach())
+        totals.sums["value_clipped"] += float(loss.clipped_sum)
+    totals.critic.add(experience, mini)
+    totals.sums["critic_tokens"] += tokens
+    totals.sums["critic_grad_norm"] += learner.critic_optimizer.step()
+    totals.sums["critic_steps"] += 1
+
+
+def _actor_step(
+    learner: Learner,
+    experience: Experience,
+    activations: Activations,
+    mini: Tensor,
+    settings: PpoSection,
+    temperature: float,
+    totals: _Totals,
+) -> bool:
+    """One mini-batch for the actor; False when `target_kl` was reached and the step was dropped."""
+    tokens = int(experience.response_mask[mini].sum())
+    approx_kl = 0.0
+    for micro in mini.split(settings.micro_batch_size):
+        part = experience.select(micro)
+        mask = part.response_mask
+        log_probs, entropy = learner.actor.log_probs(
+            activations.select(micro), part, temperature, with_entropy=True
+        )
+        loss = policy_loss(
+            log_probs,
+            part.log_probs,
+            part.advantages,
+            mask,
+            clip_eps_low=settings.clip_eps,
+            clip_eps_high=settings.clip_eps_high or settings.clip_eps,
+            dual_clip=settings.dual_clip,
+        )
+        objective = loss.loss_sum
+        entropy_total = entropy_sum(entropy, mask)
+        if settings.entropy_coef:
+            objective = objective - settings.entropy_coef * entropy_total
+        if settings.kl_loss_coef:
+            kl = kl_loss(log_probs, part.ref_log_probs, settings.kl_loss_estimator)
+            objective = objective + settings.kl_loss_coef * masked_sum(kl, mask)
+        learner.actor_optimizer.backward(objective / tokens)
+        approx_kl += float(loss.approx_kl_sum)
+        totals.sums["policy_loss"] += float(loss.loss_sum.detach())
+        totals.sums["entropy"] += float(entropy_total.detach())
+        totals.sums["ratio"] += float(loss.ratio_sum)
+        totals.sums["clipped"] += float(loss.clipped_sum)
+        totals.sums["dual_clipped"] += float(loss.dual_clipped_sum)
+        totals.maxima["ratio"] = max(totals.maxima["ratio"], float(loss.ratio_max))
+    totals.sums["approx_kl"] += approx_kl
+    totals.actor.add(experience, mini)
+    totals.sums["actor_tokens"] += tokens
+    if settings.target_kl is not None and approx_kl / tokens >= settings.target_kl:
+        learner.actor_optimizer.discard()
+        totals.sums["skipped"] += 1
+        return False
+    totals.sums["actor_grad_norm"] += learner.actor_optimizer.step()
+    totals.sums["actor_steps"] += 1
+    return True
+
+
+def _metrics(totals: _Totals, learner: Learner, stopped: bool) -> dict[str, float]:
+    return {
+        "policy_loss_per_token": totals.mean("policy_loss", "actor_tokens"),
+        "value_loss_per_token": totals.mean("value_loss", "critic_tokens"),
+        "entropy_per_token_mean": totals.mean("entropy", "actor_tokens"),
+        "approx_kl_per_token_mean": totals.mean("approx_kl", "actor_tokens"),
+        "ratio_mean": totals.mean("ratio", "actor_tokens"),
+        "ratio_max": totals.maxima["ratio"],
+        "policy_clip_fraction": totals.mean("clipped", "actor_tokens"),
+        "dual_clip_fraction": totals.mean("dual_clipped", "actor_tokens"),
+        "value_clip_fraction": totals.mean("value_clipped", "critic_tokens"),
+        "actor_grad_norm": totals.mean("actor_grad_norm", "actor_steps"),
+        "critic_grad_norm": totals.mean("critic_grad_norm", "critic_steps"),
+        "actor_learning_rate": learner.actor_optimizer.learning_rate,
+        "critic_learning_rate": learner.critic_optimizer.learning_rate,
+        "actor_optimizer_steps": totals.sums["actor_steps"],
+        "critic_optimizer_steps": totals.sums["critic_steps"],
+        "epochs_run": totals.sums["epochs_run"],
+        "early_stopped": float(stopped),
+        "mini_batches_skipped": totals.sums["skipped"],
+    }

@@ -1,0 +1,169 @@
+"""Settings that are each allowed alone, and wrong or ignored together."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from fourfold.config import ConfigError
+from fourfold.config.checks import REWARD_TRAINING, ignored_keys, is_given
+from fourfold.config.loading import apply_override, parse_config
+from fourfold.config.schema import OptimizerSection, RewardSection
+
+BASE = """
+output = "runs/x"
+[model]
+path = "owner/model"
+[data]
+texts.path = "a.csv"
+pairs.path = "b.csv"
+prompts.path = "c.csv"
+"""
+
+
+def found(*overrides: str, base: str = BASE) -> list[str]:
+    tree: dict[str, Any] = tomllib.loads(base)
+    for override in overrides:
+        apply_override(tree, override)
+    try:
+        parse_config(tree, "test")
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+EVALUATED = "data.prompts_test.path=d.csv"
+
+REFUSED = [
+    (
+        ["ppo.mini_batch_size=12", "ppo.micro_batch_size=4"],
+        "ppo.mini_batch_size: 12 does not divide ppo.rollout_batch_size = 32; .* try 8",
+    ),
+    (["ppo.micro_batch_size=5"], "ppo.micro_batch_size: 5 does not divide ppo.mini_batch_size = 32"),
+    (["ppo.rollout_batch_size=16"], "ppo.mini_batch_size: 32 does not divide ppo.rollout_batch_size = 16; .* try 16"),
+    (
+        ["sampling.responses_per_prompt=3"],
+        "sampling.responses_per_prompt: 3 does not divide ppo.rollout_batch_size = 32",
+    ),
+    (["sft.micro_batch_size=33"], "sft.micro_batch_size: 33 does not divide sft.batch_size = 32"),
+    (
+        ["reward.batch_size=7", "reward.micro_batch_size=2"],
+        "reward.micro_batch_size: 2 does not divide reward.batch_size = 7",
+    ),
+    (
+        ["sharing.mode=none", "trunk.branch_layers=4"],
+        "trunk.branch_layers: given, but sharing.mode = 'none' has no trunk",
+    ),
+    (["ppo.kl_loss_coef=0.1"], "ppo.kl_loss_coef: given 0.1 beside ppo.kl_coef = 0.05: KL would be charged twice"),
+    (["ppo.dual_clip=1"], "ppo.dual_clip: given 1.0; allowed: 0 .off. or a number > 1"),
+    (["ppo.dual_clip=0.5"], "ppo.dual_clip: given 0.5"),
+    (["critic.betas=[0.9, 1]"], "critic.betas: given .0.9, 1.0.; allowed: two numbers >= 0 and < 1"),
+    (["ppo.length_penalty=1", "ppo.length_range=[9, 2]"], "ppo.length_range: given .9, 2.; .* try .2, 9."),
+    (
+        ["ppo.length_penalty=1", "ppo.length_range=[30, 0]"],
+        "ppo.length_range: given .30, 0., but no response is longer than sampling.max_new_tokens = 24",
+    ),
+    (["ppo.length_penalty=1"], "ppo.length_penalty: given 1.0, but ppo.length_range = .0, 0. leaves every length free"),
+    (["ppo.length_range=[1, 9]"], "ppo.length_range: given, but ppo.length_penalty = 0"),
+    (["ppo.kl_target=3"], "ppo.kl_target: given, but ppo.kl_controller = 'fixed'"),
+    (["ppo.kl_horizon=3"], "ppo.kl_horizon: given, but ppo.kl_controller = 'fixed'"),
+    (["ppo.kl_controller=adaptive", "ppo.kl_coef=0"], "ppo.kl_controller: 'adaptive' multiplies kl_coef"),
+    (["ppo.kl_loss_estimator=k3"], "ppo.kl_loss_estimator: given, but ppo.kl_loss_coef = 0"),
+    (["ppo.missing_eos_penalty=1", "ppo.truncation=drop"], "ppo.missing_eos_penalty: given 1.0, but .* 'drop'"),
+    (["reward.source=checkpoint"], "reward.checkpoint: not given"),
+    (["reward.checkpoint=x"], "reward.checkpoint: given, but reward.source = 'train' loads no reward model"),
+    (["reward.function=a:b"], "reward.function: given, but reward.source = 'train' calls no function"),
+    (["reward.source=function", "critic.init=actor"], "reward.function: given '', but .* needs 'module:name'"),
+    (["reward.source=function", "critic.init=actor", "reward.function=a.b"], "reward.function: given 'a.b'"),
+    (["reward.source=function", "reward.function=a:b"], "critic.init: 'reward' copies the reward model"),
+    (["reward.source=checkpoint", "reward.checkpoint=x", "reward.num_epochs=2"], "reward.num_epochs: given, but"),
+    (["stages=[]"], "stages: given .., allowed: at least one"),
+    (["stages=['ppo', 'sft']"], r"stages: given \['ppo', 'sft'\]; .* try \['sft', 'ppo'\]"),
+    (["stages=['sft', 'sft']"], r"stages: given \['sft', 'sft'\]; .* try \['sft'\]"),
+    (["critic.warmup_rollouts=30"], "critic.warmup_rollouts: given 30, so that the actor never moves"),
+    (["sampling.stop_strings=['']"], "sampling.stop_strings: an empty text"),
+    (["evaluation.every=5"], "evaluation.every: given, but without data.prompts_test nothing is evaluated"),
+    (["checkpoint.best_metric=eval_kl_mean"], "checkpoint.best_metric: given, but without data.prompts_test"),
+    (["checkpoint.best_mode=min"], "checkpoint.best_mode: given, but without data.prompts_test"),
+    (["data.texts.columns.txt=review"], "data.texts.columns: given txt; allowed on the left: text, prompt"),
+    (["data.texts.path=''"], "data.texts.path: given an empty text"),
+    (["output=''"], "output: given an empty text"),
+    (["model.path=''"], "model.path: given an empty text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
+    """FAULTS C8 (KL in the reward and in the loss) and N2 (requirements found at start) are among them."""
+    import re
+
+    problems = found(*overrides)
+    assert len(problems) == 1, problems
+    assert re.match(message, problems[0]), problems[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "ppo.rollout_batch_size=24",
+            "ppo.mini_batch_size=12",
+            "ppo.micro_batch_size=4",
+            "sampling.responses_per_prompt=3",
+        ],
+        ["ppo.kl_coef=0", "ppo.kl_loss_coef=0.1", "ppo.kl_loss_estimator=k3"],
+        ["ppo.kl_coef=0"],
+        ["ppo.dual_clip=3"],
+        ["ppo.kl_controller=adaptive", "ppo.kl_target=3", "ppo.kl_horizon=100"],
+        ["ppo.length_penalty=0.1", "ppo.length_range=[8, 0]"],
+        ["ppo.length_penalty=0.1", "ppo.length_range=[0, 9]"],
+        ["ppo.missing_eos_penalty=1"],
+        ["reward.source=function", "reward.function=pack.mod:name", "critic.init=base"],
+        ["reward.source=checkpoint", "reward.checkpoint=x"],
+        ["sharing.mode=none"],
+        [EVALUATED, "evaluation.every=5", "checkpoint.best_metric=eval_judge_mean", "checkpoint.best_mode=min"],
+        ["checkpoint.best_metric=score_mean", "checkpoint.best_mode=min"],
+        ["critic.betas=[0, 0.999]", "critic.warmup_rollouts=29"],
+        ["data.pairs.columns={chosen = 'better', rejected = 'worse'}"],
+    ],
+)
+def test_what_belongs_together_is_allowed(overrides: list[str]) -> None:
+    assert found(*overrides) == []
+
+
+BARE = 'output = "runs/x"\nmodel.path = "owner/model"\n'
+
+
+def test_each_stage_needs_its_data() -> None:
+    """FAULTS N2: missing requirements are found at start."""
+    keys = [problem.partition(":")[0] for problem in found(base=BARE)]
+    assert keys == ["reward.standardise", "data.texts", "data.prompts", "data.pairs"]
+    assert found("data.texts.path=a.csv", "stages=['sft']", base=BARE) == []
+    assert found("data.prompts.path=a.csv", "stages=['ppo']", base=BARE) == []
+    assert found("data.pairs.path=a.csv", "stages=['reward']", "reward.standardise=false", base=BARE) == []
+    function = ["reward.source=function", "reward.function=a:b", "critic.init=actor"]
+    assert found("data.prompts.path=a.csv", "stages=['reward', 'ppo']", *function, base=BARE) == []
+
+
+def test_many_contradictions_are_listed_together() -> None:
+    problems = found("ppo.mini_batch_size=5", "ppo.dual_clip=1", "sharing.mode=none", "trunk.branch_layers=2")
+    keys = [problem.partition(":")[0] for problem in problems]
+    assert keys == ["ppo.mini_batch_size", "ppo.micro_batch_size", "ppo.dual_clip", "trunk.branch_layers"]
+
+
+def test_a_huge_batch_is_refused_at_once() -> None:
+    assert "try 2" in found(f"sft.batch_size={2 * (10**9 + 7)}", "sft.micro_batch_size=3")[0]
+
+
+def test_a_default_written_down_is_given() -> None:
+    tree = tomllib.loads(BASE)
+    apply_override(tree, "ppo.steps=30")
+    config = parse_config(tree, "test")
+    assert is_given(config, "ppo.steps") and not is_given(config, "ppo.num_epochs") and not is_given(config, "sft.eps")
+    assert "ppo.kl_target" in ignored_keys(config)
+
+
+def test_reward_training_lists_every_optimizer_setting() -> None:
+    assert set(OptimizerSection.model_fields) <= set(REWARD_TRAINING) <= set(RewardSection.model_fields)

@@ -1,0 +1,278 @@
+"""Configurations: read strictly, every problem listed, saved so that they load to the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.config import ConfigError, RunConfig, check_packages, check_paths, dump_toml, load_config
+from fourfold.config.loading import parse_config
+
+MINIMAL = """
+output = "runs/x"
+[model]
+path = "owner/model"
+[data]
+texts.path = "texts.jsonl"
+pairs.path = "pairs.csv"
+prompts.path = "prompts.parquet"
+"""
+
+
+def load(tmp_path: Path, extra: str = "", *overrides: str) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL + extra)
+    return load_config(path, overrides)
+
+
+def problems(tmp_path: Path, extra: str = "", *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, extra, *overrides)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def test_defaults_come_first_then_file_then_overrides(tmp_path: Path) -> None:
+    config = load(tmp_path, "[ppo]\nsteps = 7\nkl_coef = 0.2\n", "ppo.kl_coef=0.3", "ppo.kl_coef=0.1")
+    assert (config.ppo.num_epochs, config.ppo.steps, config.ppo.kl_coef) == (4, 7, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("ppo.steps=4", "ppo.steps", 4),
+        ("ppo.kl_coef=1", "ppo.kl_coef", 1.0),
+        ("output=runs/a=b", "output", "runs/a=b"),
+        ("output = '4'", "output", "4"),
+        ('stages=["sft"]', "stages", ("sft",)),
+        ("critic.betas=[0, 0.5]", "critic.betas", (0.0, 0.5)),
+        ("data.texts.columns.text=review", "data.texts.columns", {"text": "review"}),
+        ("data.texts_test.path=x.csv", "data.texts_test.path", "x.csv"),
+        ("ppo.whiten_advantages=false", "ppo.whiten_advantages", False),
+        ("critic.learning_rate=0", "critic.learning_rate", 0.0),
+        ("sampling.stop_strings=['\\n']", "sampling.stop_strings", ("\\n",)),
+    ],
+)
+def test_overrides_are_toml_or_plain_text(tmp_path: Path, override: str, key: str, value: Any) -> None:
+    found: Any = load(tmp_path, "", override)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('ppo.steps="4"', 'ppo.steps: given "4" (text); allowed: integer > 0'),
+        ("ppo.steps=four", 'ppo.steps: given "four" (text); allowed: integer > 0'),
+        ("ppo.steps=4.0", "ppo.steps: given 4.0 (number); allowed: integer > 0"),
+        ("ppo.steps=true", "ppo.steps: given true (true or false); allowed: integer > 0"),
+        ("ppo.steps=0", "ppo.steps: given 0 (integer); allowed: integer > 0"),
+        ("ppo.whiten_advantages=1", "ppo.whiten_advantages: given 1 (integer); allowed: true or false"),
+        ("output=5", "output: given 5 (integer); allowed: text"),
+        ("ppo.gamma=1.5", "ppo.gamma: given 1.5 (number); allowed: number >= 0 and <= 1"),
+        ("ppo.gamma=nan", "ppo.gamma: given nan; allowed: finite numbers only"),
+        ("ppo.kl_coef=inf", "ppo.kl_coef: given inf; allowed: finite numbers only"),
+        ("sampling.temperature=-inf", "sampling.temperature: given -inf; allowed: finite numbers only"),
+        ("ppo.kl_controller=adaptve", "ppo.kl_controller: given \"adaptve\" (text); allowed: 'fixed' or 'adaptive'"),
+        (
+            "ppo.betas=[0.9]",
+            "ppo.betas: given [0.9] (list); allowed: list of 2: number >= 0 and <= 1, number >= 0 and <= 1",
+        ),
+        (
+            "ppo.length_range=[1, -2]",
+            "ppo.length_range: given -2 (integer) at place 2 of the list; allowed: list of 2: ",
+        ),
+        (
+            "stages=['sft', 'rl']",
+            "stages: given \"rl\" (text) at place 2 of the list; allowed: list of 'sft', 'reward' or 'ppo'",
+        ),
+        ("ppo.kl_coeff=1", "ppo.kl_coeff: unknown key (given 1 (integer)); nearest known key: ppo.kl_coef"),
+        ("kl_coef=1", "kl_coef: unknown key (given 1 (integer)); nearest known key: ppo.kl_coef"),
+        ("data.text.path=a", "data.text: unknown key (given {'path': 'a'} (table)); nearest known key: data.texts"),
+        ("data.texts.pth=a", 'data.texts.pth: unknown key (given "a" (text)); nearest known key: data.texts.path'),
+        ("qqqq=1", "qqqq: unknown key (given 1 (integer)); nearest known key: "),
+        ("data.texts=3", "data.texts: given 3 (integer); allowed: a table with the keys path, columns, max_rows"),
+        ("seed=2026-01-01", "seed: given the date 2026-01-01; no setting is a date or time"),
+        ("sampling.top_k=5", "sampling: top_p = 1.0, top_k = 5: truncated sampling draws from another distribution"),
+        ("ppo.learning_rate=-1", "ppo.learning_rate: given -1 (integer); allowed: number >"),
+    ],
+)
+def test_an_error_says_key_given_and_allowed(tmp_path: Path, override: str, message: str) -> None:
+    found = problems(tmp_path, "", override)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+def test_every_problem_is_listed(tmp_path: Path) -> None:
+    found = problems(tmp_path, "[ppo]\nsteps = 'x'\ngamma = nan\n[sampling]\ntemperature = 0\nfoo = 1\n", "seed=-1")
+    assert sorted(problem.partition(":")[0] for problem in found) == [
+        "ppo.gamma", "ppo.steps", "sampling.foo", "sampling.temperature", "seed",
+    ]  # fmt: skip
+
+
+def test_missing_settings_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[data.texts]\nmax_rows = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert [p.partition(":")[0] for p in caught.value.problems] == ["output", "model", "data.texts.path"]
+    assert "no default" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("override", ["ppo.steps", "=3", "ppo..steps=3", "output.x=3"])
+def test_a_bad_override_is_shown(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "", override)
+    assert override in str(caught.value)
+
+
+def test_an_override_cannot_smuggle_in_other_keys(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "output=1\nseed = 9").seed == 0
+
+
+def test_unreadable_files_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: 1 problem\n  no such file; `fourfold init`"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text('output = "x"\nseed = = 3\n')
+    with pytest.raises(ConfigError, match=r"not valid TOML: .*\(at line 2, column 8\): seed = = 3"):
+        load_config(path)
+    path.write_bytes(b'output = "\xff"\n')
+    with pytest.raises(ConfigError, match="byte 10 is not UTF-8"):
+        load_config(path)
+
+
+def test_a_run_without_held_out_data_is_allowed(tmp_path: Path) -> None:
+    """FAULTS N2."""
+    config = load(tmp_path)
+    assert config.data.prompts_test is None
+    assert parse_config(_tree(dump_toml(config)), "dump") == config
+
+
+def _tree(text: str) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+EVALUATED = "[data.prompts_test]\npath='t.csv'\n"
+
+
+@pytest.mark.parametrize(
+    ("extra", "overrides"),
+    [
+        ("", []),
+        (EVALUATED, ["evaluation.judge=vader", "checkpoint.best_metric=eval_judge_mean", "evaluation.every=5"]),
+        ("", ["sharing.mode=none"]),
+        ("", ["reward.source=function", "reward.function=a.b:c", "critic.init=actor"]),
+        ("", ["reward.source=checkpoint", "reward.checkpoint=runs/rm"]),
+        ("", ["ppo.kl_coef=0", "ppo.kl_loss_coef=0.1", "ppo.kl_loss_estimator=k3", "ppo.target_kl=0"]),
+        ("", ["ppo.kl_controller=adaptive", "ppo.kl_target=3", "tracking.trackers=['tensorboard']"]),
+        ("", ["data.texts.columns.text='a \\\\ \"b\" é \\n'", "ppo.length_penalty=1", "ppo.length_range=[2, 9]"]),
+    ],
+)
+def test_what_is_saved_loads_to_the_same(tmp_path: Path, extra: str, overrides: list[str]) -> None:
+    config = load(tmp_path, extra, *overrides)
+    path = tmp_path / "resolved.toml"
+    path.write_text(dump_toml(config))
+    again = load_config(path)
+    assert again == config
+    assert dump_toml(again) == dump_toml(config)
+
+
+finite = st.floats(min_value=0, max_value=1e300, exclude_min=True, allow_nan=False)
+
+
+@given(
+    text=st.text(st.characters(codec="utf-8"), min_size=1),
+    stops=st.lists(st.text(st.characters(codec="utf-8"), min_size=1)),
+    number=finite,
+    fraction=st.floats(0, 1),
+    count=st.integers(0, 2**62),
+)
+@settings(max_examples=50, deadline=None)
+def test_any_text_and_number_survives(text: str, stops: list[str], number: float, fraction: float, count: int) -> None:
+    tree = _tree(MINIMAL)
+    tree["output"] = text
+    tree["seed"] = count
+    tree["data"]["texts"]["columns"] = {"text": text}
+    tree["sampling"] = {"stop_strings": stops, "temperature": number}
+    tree["ppo"] = {"gamma": fraction, "target_kl": number, "eps": number}
+    config = parse_config(tree, "test")
+    assert parse_config(_tree(dump_toml(config)), "dump") == config
+    assert config.output == text and config.ppo.gamma == fraction and config.sampling.temperature == number
+
+
+def test_paths_are_checked_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(tmp_path, "", "model.path=./models/tiny", "output=run.toml/x")
+    with pytest.raises(ConfigError) as caught:
+        check_paths(config)
+    keys = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert keys == ["model.path", "data.texts.path", "data.pairs.path", "data.prompts.path", "output"]
+    for name in ("texts.jsonl", "pairs.csv", "prompts.parquet"):
+        (tmp_path / name).touch()
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        check_paths(load(tmp_path, "", "model.path=./models/tiny"))
+    (tmp_path / "models" / "tiny" / "config.json").touch()
+    check_paths(load(tmp_path, "", "model.path=./models/tiny"))
+    check_paths(load(tmp_path, "", "data.texts.path=imdb:train", "model.path=owner/model"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=x.gguf", "model.path: no file 'x.gguf'"),
+        ("model.path=package:no_such_package_here/x.gguf", "needs the Python package 'no_such_package_here'"),
+        ("model.path=package:json/absent.gguf", "no file 'absent.gguf' in "),
+        ("model.path=package:json/decoder.py", ""),
+        ("model.path=/a/b/c", "model.path: no folder '/a/b/c'"),
+        ("data.texts.path=./texts.txt", "allowed: files that end in .jsonl, .parquet, .csv, or a hub id"),
+        ("data.texts.path=~/no-such-file.jsonl", "data.texts.path: no file '~/no-such-file.jsonl'"),
+        ("model.cache=pairs.csv/x", "is not a folder"),
+    ],
+)
+def test_a_path_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts.jsonl", "pairs.csv", "prompts.parquet"):
+        (tmp_path / name).touch()
+    config = load(tmp_path, "", override)
+    if not message:
+        check_paths(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_paths(config)
+    assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+
+
+def test_reward_checkpoint_must_be_a_folder(tmp_path: Path) -> None:
+    config = load(tmp_path, "", "reward.source=checkpoint", f"reward.checkpoint={tmp_path / 'rm'}")
+    with pytest.raises(ConfigError, match=r"reward\.checkpoint: no folder"):
+        check_paths(config)
+
+
+def test_missing_packages_are_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS N4: a log backend that is not installed is an error before anything runs."""
+    config = load(tmp_path, EVALUATED, "tracking.trackers=['tensorboard']", "evaluation.judge=vader")
+    monkeypatch.setattr(sys, "path", [])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tensorboard", "vaderSentiment")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match="tensorboard is not installed") as caught:
+        check_packages(config)
+    assert len(caught.value.problems) == 2
+    check_packages(load(tmp_path))
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, fourfold.config, fourfold.config.template; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

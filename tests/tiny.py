@@ -1,0 +1,117 @@
+"""Tiny tokenizers and random models of every supported family, made on the spot: no download, the same on every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox")
+PAD, EOS, UNK, BOS = 0, 1, 2, 3
+VOCABULARY = 160
+MAX_POSITIONS = 128
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+
+
+def sentences() -> list[str]:
+    """The sentences written for the tests, one a line of the fixture."""
+    return (FIXTURES / "sentences.txt").read_text(encoding="utf-8").splitlines()
+
+
+def tiny_tokenizer(pad_is_eos: bool, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 160 tokens trained on the fixture; `bos` makes it put BOS before every plain text.
+
+    The chat template writes `bos_token` itself, as those of real models do. Characters outside the fixture are `<unk>`.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(token, special=True) for token in ("<pad>", "<eos>", "<unk>", "<bos>")],
+        initial_alphabet=[*"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-", "Ġ", "Ċ"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences(), trainer)
+    special = {"eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<eos>" if pad_is_eos else "<pad>"}
+    if bos:
+        special["bos_token"] = "<bos>"
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, model_max_length=MAX_POSITIONS, **special
+    )
+
+
+def tiny_model(
+    family: str, vocab_size: int = VOCABULARY, layers: int = 4, hidden: int = 32, seed: int = 0, pad_id: int = PAD
+) -> PreTrainedModel:
+    """A random float32 model (4 heads, 2 key-value heads where the family has them), in eval mode.
+
+    Weights are large enough that attention and positions matter, and norms and biases are random too: with the usual
+    initial values (ones, zeros, 0.02) a test would not notice that a layer is left out. Dropout keeps the family's
+    default; torch's random state is left alone.
+    """
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **_settings(family, vocab_size, layers, hidden, pad_id)), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    torch.random.set_rng_state(torch_state)
+    model.generation_config.eos_token_id = EOS
+    model.generation_config.pad_token_id = pad_id
+    return model.eval()
+
+
+def _settings(family: str, vocab_size: int, layers: int, hidden: int, pad_id: int) -> dict[str, Any]:
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r}: allowed are {', '.join(FAMILIES)}")
+    common = {
+        "vocab_size": vocab_size,
+        "initializer_range": 0.15,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": pad_id,
+    }
+    if family == "gpt2":
+        return common | {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": MAX_POSITIONS}
+    common |= {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+    }
+    if family != "gpt_neox":
+        common["num_key_value_heads"] = 2
+    if family in ("gemma", "qwen3"):  # their default head size does not follow from the hidden size
+        common["head_dim"] = hidden // 4
+    return common
+
+
+def tiny_directory(
+    path: Path,
+    family: str = "llama",
+    *,
+    vocab_size: int = VOCABULARY,
+    layers: int = 4,
+    hidden: int = 32,
+    seed: int = 0,
+    pad_is_eos: bool = False,
+    bos: bool = False,
+) -> Path:
+    """A Hugging Face directory with a tiny model and its tokenizer, as `model.path` takes it."""
+    tokenizer = tiny_tokenizer(pad_is_eos, bos)
+    tiny_model(family, vocab_size, layers, hidden, seed, EOS if pad_is_eos else PAD).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
