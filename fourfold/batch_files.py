@@ -1,8 +1,8 @@
 """The data contract on disk: one Parquet file a batch, one row a sequence, zstd.
 
-Columns bear the names of the contract's fields; a `[batch, time]` tensor is a column of lists, padding included, so a batch
-comes back bit for bit. Stage, schema version, shapes, range of policy versions and a sha256 of the columns are in
-the file's metadata, so a file says what it is without being read whole, to any Parquet reader.
+Columns bear the names of the contract's fields; a `[batch, time]` tensor is a column of lists, padding included, so a
+batch comes back bit for bit. Stage, schema version, shapes, range of policy versions and a sha256 of the columns are in
+the file's metadata, so any Parquet reader can tell what a file is without reading it whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def write_batch(path: str | Path, batch: Rollout) -> None:
     others = [_leaf(name, tensor) for name, tensor in tensors.items() if not tensor.is_floating_point()]
     sink = pa.BufferOutputStream()
     # Splitting floats by byte puts their exponents side by side, which is what zstd can shorten; not for dictionaries.
-    pq.write_table(table, sink, compression="zstd", use_dictionary=others, use_byte_stream_split=floats)
+    # The stubs know only the bool forms of these two options.
+    options: dict[str, Any] = {"use_dictionary": others, "use_byte_stream_split": floats}
+    pq.write_table(table, sink, compression="zstd", **options)
     write_atomically(Path(path), sink.getvalue().to_pybytes())
 
 
@@ -94,7 +96,8 @@ def _header(path: str | Path, table: pa.Table) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict):
         raise ValueError(
-            f"{path}: a Parquet file, but not a batch: its metadata lack {_METADATA_KEY.decode()!r}; try a file made by write_batch"
+            f"{path}: a Parquet file, but not a batch: its metadata lack {_METADATA_KEY.decode()!r}; "
+            "try a file made by write_batch"
         )
     if header.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
@@ -113,8 +116,8 @@ def _check_numbers(path: str | Path, tensors: dict[str, Tensor]) -> None:
         bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
         if bad:
             raise ValueError(
-                f"{path}: {name} has {bad} NaN or infinite numbers among {tensor.numel()}; only finite ones are written; "
-                "try dropping those rows, and find the phase that made them"
+                f"{path}: {name} has {bad} NaN or infinite numbers among {tensor.numel()}; only finite ones are "
+                "written; try dropping those rows, and find the phase that made them"
             )
 
 

@@ -1,1 +1,1 @@
-"""The maths of PPO from human feedback: tensors and floats in, tensors and floats out; nothing else of Fourfold is imported."""
+"""The maths of PPO from human feedback: tensors and floats in, tensors and floats out, no other package needed."""

@@ -20,9 +20,9 @@ def gae(
     """Advantages and returns; both 0 where `mask` is False.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  R_t = A_t + V_t
-    (Schulman et al. 2016, equation 16). t+1 is the next *masked-in* token: what lies between, such as the output of a tool, is
-    stepped over without decay. After the last one, V is `bootstrap_values`: 0 for a response that ended, the value of its
-    last state for one that was cut by length.
+    (Schulman et al. 2016, equation 16). t+1 is the next token under the mask: what lies between, such as the output
+    of a tool, is stepped over without decay. After the last one, V is `bootstrap_values`: 0 for a response that ended,
+    the value of its last state for one that was cut by length.
     """
     if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
         raise ValueError(f"gamma = {gamma}, gae_lambda = {gae_lambda}: both must lie in [0, 1]; try 1.0 and 0.95")

@@ -49,8 +49,8 @@ def kl_loss(
     """Per-token loss whose minimisation pulls p to q; sampled tokens, gradient through `log_probs` only.
 
     On average over tokens sampled from p, the gradient of "k2" is E[d grad log p], which is that of KL(p || q).
-    The gradient of "k3" is E[(1 - exp(-d)) grad log p], which is that of the reverse KL(q || p): it has the same minimum,
-    and near it the same size, but away from it it is another loss. That of k1 is zero on average, so it is refused.
+    The gradient of "k3" is E[(1 - exp(-d)) grad log p], which is that of the reverse KL(q || p): the minimum is the
+    same, and so is the size near it, but farther away it is another loss. "k1" is refused: its gradient averages to 0.
     """
     if estimator not in ("k2", "k3"):
         raise ValueError(

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of a block of rows. On a CPU 1 MiB of float32 stays in a core's cache; on a GPU launches cost more than passes.
+# Elements of a block of rows: on a CPU 1 MiB of float32 stays in a core's cache, on a GPU launches are what costs.
 _CPU_BLOCK, _GPU_BLOCK = 2**18, 2**24
 # Vocabulary rows that are widened at once where a product has to run in float32 though the weight is narrower.
 _WIDENED_ROWS = 8192
@@ -40,7 +40,7 @@ def entropy_from_logits(logits: Float[Tensor, "*shape vocab"], temperature: floa
     """H = -sum p log p of p = softmax(logits / temperature), at least in float32: the entropy of what is sampled from.
 
     >>> round(entropy_from_logits(torch.tensor([0.0, 2.0]), temperature=0.5).item(), 4)
-    0.0902
+    0.0901
     """
     log_p = torch.log_softmax(_tempered(logits, temperature), dim=-1)
     # A forbidden token (-inf) adds 0, the limit of p log p, instead of 0 * inf.
@@ -178,10 +178,10 @@ class _FusedLogProbs(torch.autograd.Function):
             grad_entropy = None  # an entropy that is only reported costs nothing
         if grad_entropy is None and grad_log_probs is None:
             return (None,) * 7
-        if grad_entropy is None and slopes is not None:
-            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 6
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
+        if grad_entropy is None and slopes is not None:
+            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 6
         shape: _Shape = ctx.shape
         sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad, shape.scale)
         scratch = _Scratch()
@@ -205,7 +205,7 @@ class _FusedLogProbs(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of hidden, weight and bias, summed over chunks in the working precision, returned in the inputs' dtypes."""
+    """Gradients of hidden, weight and bias: summed over chunks in the working precision, returned in their own."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...], scale: float

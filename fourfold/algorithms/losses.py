@@ -1,6 +1,6 @@
 """The clipped losses of PPO (Schulman et al. 2017) as sums over tokens.
 
-A caller divides once by the tokens of the whole mini-batch: a mean of means would weigh tokens by the micro-batch they are in.
+A caller divides once by the tokens of the whole mini-batch: a mean of means would weigh a token by its micro-batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LOG_RATIO_LIMIT = 20.0
 class PolicyLoss:
     """`loss_sum` carries the gradient; the rest are diagnostics over the same tokens.
 
-    `clipped_sum` counts tokens whose clipped branch decides, so that their gradient is 0; `dual_clipped_sum` those that the dual
-    clip decides; `approx_kl_sum` is k3 of KL(old, new); `ratio_max` is 0 where no token counts.
+    `clipped_sum` counts tokens whose clipped branch decides, so that their gradient is 0; `dual_clipped_sum` those
+    that the dual clip decides; `approx_kl_sum` is k3 of KL(old, new); `ratio_max` is 0 where no token counts.
     """
 
     loss_sum: Float32[Tensor, ""]
@@ -51,8 +51,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """sum_t max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(log pi - log pi_old).
 
-    Schulman et al. 2017, equation 7; unequal sides: Yu et al. 2025 (DAPO). With `dual_clip` c > 1 the loss of a
-    token with A < 0 is at most -c A (Ye et al. 2020, equation 5), so one token that became far more likely cannot rule a batch.
+    Schulman et al. 2017, equation 7; unequal sides: Yu et al. 2025 (DAPO). With `dual_clip` c > 1 the loss of a token
+    with A < 0 is at most -c A (Ye et al. 2020, equation 5): one that became far more likely cannot rule a batch.
 
     >>> one, mask = torch.ones(1, 1), torch.tensor([[True]])
     >>> loss = policy_loss(one * 0.5, one * 0.0, one, mask, clip_eps_low=0.2, clip_eps_high=0.2)
@@ -95,8 +95,9 @@ def value_loss(
 ) -> ValueLoss:
     """sum_t 0.5 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2); without the second where `clip_eps` is 0.
 
-    Clipping limits the *move* of a value in one update, not the size of the loss. Where the clipped branch is the larger one the
-    value has moved enough towards its return, and the token's gradient is 0; a value that moved away is pulled back in full:
+    Clipping limits the *move* of a value in one update, not the size of the loss. Where the clipped branch is the
+    larger one, the value has moved enough towards its return and the token's gradient is 0; a value that moved away
+    is pulled back in full:
 
     >>> value, mask = torch.tensor([[0.5]], requires_grad=True), torch.tensor([[True]])
     >>> old = torch.zeros(1, 1)

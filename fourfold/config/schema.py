@@ -169,7 +169,7 @@ class PpoSection(OptimizerSection):
     mini_batch_size: PositiveInt = Field(default=32, description="Responses an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Responses a forward and backward pass.")
     num_epochs: PositiveInt = Field(default=4, description="Passes over a rollout.")
-    clip_eps: PositiveFloat = Field(default=0.2, description="Clip range of the ratio (lower side: 1 - clip_eps).")
+    clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="Clip range of the ratio (lower side: 1 - clip_eps).")
     clip_eps_high: NonNegativeFloat = Field(default=0.0, description="Upper clip range; 0 means clip_eps.")
     dual_clip: NonNegativeFloat = Field(default=0.0, description="Dual-clip constant c > 1; 0 switches it off.")
     value_clip_eps: NonNegativeFloat = Field(default=0.2, description="Clip range of the value's move; 0: no clip.")

@@ -66,7 +66,7 @@ def read_prompts(section: DatasetSection) -> list[PromptRecord]:
 
 
 def read_pairs(section: DatasetSection) -> list[PairRecord]:
-    """Pairs from columns `prompt` (or `messages`), `chosen` and `rejected`; answers may repeat the prompt's messages."""
+    """Pairs from columns `prompt` (or `messages`), `chosen` and `rejected`; answers may repeat the prompt."""
     return _read(section, (("prompt", "messages"), ("chosen",), ("rejected",)), _pair_record)
 
 

@@ -106,7 +106,8 @@ def download(say: Say = print) -> bytes:
             return found[0].read_bytes()
     last_lines = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-4:])
     raise RunFailed(
-        f"the reviews could not be downloaded. Tried:\n  {' '.join(command)}\nwhich said (exit code {done.returncode}):\n"
+        f"the reviews could not be downloaded. Tried:\n  {' '.join(command)}\n"
+        f"which said (exit code {done.returncode}):\n"
         f"{last_lines}\nIs there a network, and pip in this Python? Without them, download the source distribution "
         f"{SDIST_FOLDER}.tar.gz elsewhere and pass it: fourfold data reviews --sdist {SDIST_FOLDER}.tar.gz"
     )
@@ -264,8 +265,8 @@ def _jsonl(rows: Iterable[Json]) -> bytes:
 def _notice(licence: str) -> str:
     return (
         f"The texts and ratings in this folder were made from {REQUIREMENT} by `fourfold data reviews`.\n"
-        "Please cite: C.J. Hutto and E. Gilbert. VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social\n"
-        "Media Text. Eighth International Conference on Weblogs and Social Media (ICWSM-14), Ann Arbor, June 2014.\n"
+        "Please cite: C.J. Hutto and E. Gilbert. VADER: A Parsimonious Rule-based Model for Sentiment Analysis of\n"
+        "Social Media Text. Eighth International Conference on Weblogs and Social Media (ICWSM-14), June 2014.\n"
         f"Their licence:\n\n{licence.strip()}\n"
     )
 

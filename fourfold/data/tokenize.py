@@ -265,7 +265,7 @@ def _head(ids: list[int], bos_id: int | None, limit: int) -> int:
 
 
 def _cut_pair(pair: EncodedPair, limit: int, policy: Truncation, bos_id: int | None) -> EncodedPair:
-    """Both texts within the limit; cut at the left end, both lose the same prompt tokens first, so they still share it."""
+    """Both texts within the limit; cut at the left end, both lose the same prompt tokens first and still share it."""
     excess = max(len(pair.chosen), len(pair.rejected)) - limit
     if excess <= 0:
         return pair

@@ -108,9 +108,10 @@ def convert_gguf(file: Path, cache: Path) -> Path:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         os.rename(partial, folder)
-    except OSError:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if not (folder / "config.json").is_file():  # another process may have finished first
+        # Another process may have finished first.
+        if not (isinstance(error, OSError) and (folder / "config.json").is_file()):
             raise
     return folder
 
@@ -121,13 +122,21 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[nn.Modul
 
     resolved = resolve_model(path, cache)
     try:
-        model = AutoModelForCausalLM.from_pretrained(resolved, dtype=dtype, attn_implementation="sdpa")
+        # Without use_safetensors a folder that holds pickled weights only would be unpickled.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            resolved, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(resolved)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"model.path = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with config.json and "
             "safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
         ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"model.path = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they would "
+            "be random; give a complete causal language model"
+        )
     return model, tokenizer
 
 
@@ -164,6 +173,8 @@ def load_base(config: RunConfig) -> Base:
     trunk = cut(model, 0, depth, compute_dtype=dtype) if shared else None
     if trunk is not None:
         verify_split(model, trunk, branch, tolerance=SPLIT_TOLERANCE[dtype])
+    if layout.learned_positions:
+        _require_positions(config, model.config.max_position_embeddings)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model {rows} embedding rows; they do not belong together")
@@ -179,6 +190,20 @@ def load_base(config: RunConfig) -> Base:
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
     )
+
+
+def _require_positions(config: RunConfig, limit: int) -> None:
+    """A model with learned positions has no embedding beyond them: every length of the run must fit."""
+    data = config.data
+    lengths = {
+        "data.max_text_tokens": data.max_text_tokens if {"sft", "reward"} & set(config.stages) else 0,
+        "data.max_prompt_tokens + sampling.max_new_tokens": (
+            data.max_prompt_tokens + config.sampling.max_new_tokens if "ppo" in config.stages else 0
+        ),
+    }
+    for name, length in lengths.items():
+        if length > limit:
+            raise ValueError(f"{name} = {length}: the model has {limit} positions; allowed: at most {limit}")
 
 
 def device_of(config: RunConfig) -> torch.device:

@@ -146,9 +146,13 @@ def cut(model: nn.Module, start: int, stop: int, *, compute_dtype: torch.dtype) 
     return Part(body, takes_ids=start == 0, compute_dtype=compute_dtype)
 
 
-def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """Embedding look-ups are not autocast: without this, float32 masters and a frozen copy would differ below."""
-    return output.to(dtype)
+    scale = getattr(module, "embed_scale", None)
+    if scale is None or output.dtype == dtype:
+        return output.to(dtype)
+    # Gemma multiplies the look-up by a scale in the type of its weights: round first, as a frozen copy does.
+    return nn.functional.embedding(args[0], module.weight, module.padding_idx).to(dtype) * scale.to(dtype)
 
 
 def _renumber(layer: nn.Module, start: int) -> None:

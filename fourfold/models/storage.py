@@ -71,9 +71,8 @@ def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None
     path = folder / RECORD
     if not path.is_file():
         raise ValueError(f"no stored role at {str(folder)!r}: {RECORD} is missing; run the stage that makes it first")
-    record = RoleRecord(**json.loads(path.read_text(encoding="utf-8")))
-    for name in ("kind", "model", "sharing", "branch_layers"):
-        got, wanted = getattr(record, name), getattr(expected, name)
-        if got != wanted:
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    for name, wanted in asdict(expected).items():
+        if (got := stored.get(name)) != wanted:
             raise ValueError(f"{str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they must agree")
-    load_own_tensors(role, load_file(str(folder / TENSORS)), shares_head=record.sharing == "trunk")
+    load_own_tensors(role, load_file(str(folder / TENSORS)), shares_head=expected.sharing == "trunk")

@@ -30,7 +30,8 @@ class PromptStream:
         if epoch not in self._orders:
             order = list(range(len(self._prompts)))
             random.Random(row_seed("order", self._seed, epoch)).shuffle(order)
-            self._orders = {epoch - 1: self._orders.get(epoch - 1, order), epoch: order}
+            # A batch may straddle two passes, so the one before is kept.
+            self._orders = {known: self._orders[known] for known in self._orders if known == epoch - 1} | {epoch: order}
         return self._orders[epoch][place]
 
 

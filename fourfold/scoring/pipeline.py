@@ -47,7 +47,8 @@ def score(
         )
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     valid = joined.pop("valid")
-    for role, name in (("reference", "ref_log_probs"), ("critic", "values")):
+    checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
+    for role, name in checked:
         if not bool(torch.isfinite(joined[name]).all()):
             raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
     return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **joined), valid

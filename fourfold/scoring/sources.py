@@ -6,6 +6,7 @@ A source never turns a failure into a number: rows that it cannot score come bac
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from torch import Tensor
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.models.roles import Activations, Scorer
+
+log = logging.getLogger(__name__)
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float | None]]
 
@@ -44,15 +47,19 @@ class ModelReward:
 
 
 class FunctionReward:
-    """A Python function of prompts and responses; asked again when it raises, row by row valid or not."""
+    """A Python function of prompts and responses; asked again when it raises, row by row valid or not.
 
-    def __init__(self, function: RewardFunction, tokenizer: Any, *, retries: int) -> None:
+    When it still raises after `retries`, the run stops, or its rows are not valid (`on_failure` = "drop").
+    """
+
+    def __init__(self, function: RewardFunction, tokenizer: Any, *, retries: int, on_failure: str = "stop") -> None:
         self._function = function
         self._tokenizer = tokenizer
         self._retries = retries
+        self._on_failure = on_failure
 
     @classmethod
-    def named(cls, name: str, tokenizer: Any, *, retries: int) -> FunctionReward:
+    def named(cls, name: str, tokenizer: Any, *, retries: int, on_failure: str = "stop") -> FunctionReward:
         """The function 'module:name'."""
         module, _, attribute = name.partition(":")
         try:
@@ -63,7 +70,7 @@ class FunctionReward:
             ) from error
         if not callable(function):
             raise ValueError(f"reward.function = {name!r} is a {type(function).__name__}; allowed: a function")
-        return cls(function, tokenizer, retries=retries)
+        return cls(function, tokenizer, retries=retries, on_failure=on_failure)
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The function's numbers; None, NaN and infinite ones are not valid."""
@@ -79,12 +86,13 @@ class FunctionReward:
             try:
                 numbers = list(self._function(prompts, responses))
             except Exception as error:  # the function is the user's: anything may come out of it
-                if attempt == self._retries:
-                    raise RunFailed(
-                        f"score: the reward function failed {attempt + 1} times, last with {type(error).__name__}: {error}; "
-                        "mend it, or raise reward.retries"
-                    ) from error
-                continue
+                if attempt < self._retries:
+                    continue
+                said = f"the reward function failed {attempt + 1} times, last with {type(error).__name__}: {error}"
+                if self._on_failure == "stop":
+                    raise RunFailed(f"score: {said}; mend it, or raise reward.retries") from error
+                log.warning("%s; its %d responses are left out", said, len(responses))
+                return [None] * len(responses)
             if len(numbers) != len(responses):
                 raise RunFailed(f"score: the reward function returned {len(numbers)} numbers for {len(responses)} responses")
             return numbers

@@ -40,7 +40,12 @@ class Stores:
 def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
     """The reward model, or the function that the settings name."""
     if config.reward.source == "function":
-        return FunctionReward.named(config.reward.function, models.base.tokenizer, retries=config.reward.retries)
+        return FunctionReward.named(
+            config.reward.function,
+            models.base.tokenizer,
+            retries=config.reward.retries,
+            on_failure=config.reward.on_failure,
+        )
     assert models.reward is not None, "assemble has loaded the reward model"
     return ModelReward(models.reward)
 

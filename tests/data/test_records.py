@@ -67,7 +67,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv", "ROWS.CSV"])
 def test_all_formats_hold_the_same_records(tmp_path: Path, name: str) -> None:
     texts = [*sentences()[:5], 'quoted "word", comma', "two\nlines", "größer 映画 🎬", "ls\u2028ps"]
-    path = write(tmp_path / name.replace("ROWS.CSV", "rows.csv"), [{"id": str(i), "text": t} for i, t in enumerate(texts)])
+    path = write(
+        tmp_path / name.replace("ROWS.CSV", "rows.csv"), [{"id": str(i), "text": t} for i, t in enumerate(texts)]
+    )
     path = path.rename(tmp_path / name)
     assert read_texts(section(path)) == [TextRecord(text) for text in texts]
     assert read_texts(section(path, max_rows=2)) == [TextRecord(text) for text in texts[:2]]
@@ -191,7 +193,9 @@ def test_two_columns_for_one_thing_are_not_chosen_between_in_silence(tmp_path: P
 
 def test_answers_may_be_texts_or_repeat_the_prompt(tmp_path: Path) -> None:
     expected = PairRecord(
-        (Message("user", "how was it"),), (Message("assistant", "it was a gift"),), (Message("assistant", "it was a mess"),)
+        (Message("user", "how was it"),),
+        (Message("assistant", "it was a gift"),),
+        (Message("assistant", "it was a mess"),),
     )
     path = jsonl(
         tmp_path,
@@ -262,6 +266,8 @@ def test_a_missing_datasets_package_names_the_extra(tmp_path: Path) -> None:
 
 def test_reading_files_needs_neither_torch_nor_datasets(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"text": "a"})
-    program = HUB.format(path=str(path)) + "\nimport sys; print({'torch', 'datasets', 'transformers'} & set(sys.modules))"
+    program = (
+        HUB.format(path=str(path)) + "\nimport sys; print({'torch', 'datasets', 'transformers'} & set(sys.modules))"
+    )
     done = in_a_new_process(program, tmp_path)
     assert done.stdout.split() == ["1", "set()"], done.stderr

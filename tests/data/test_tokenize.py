@@ -105,10 +105,8 @@ def test_missing_and_refusing_templates_are_explained() -> None:
     with pytest.raises(ValueError, match="no chat template"):
         encode_prompt(tokenizer, PromptRecord((ASK,)))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="row 2: .*roles must alternate.*: user, user"):
-        encode_prompts(
-            tokenizer, [PromptRecord("plain"), PromptRecord((ASK, ASK))], max_tokens=64, truncation="drop"
-        )
+    with pytest.raises(ValueError, match=r"row 2: .*roles must alternate.*: user, user"):
+        encode_prompts(tokenizer, [PromptRecord("plain"), PromptRecord((ASK, ASK))], max_tokens=64, truncation="drop")
 
 
 def test_a_row_without_any_token_is_refused() -> None:
@@ -140,7 +138,7 @@ def test_merges_across_the_border_are_seen(prompt: str, chosen: str, differs: bo
 
 @given(st.sampled_from(sentences()), st.data())
 def test_border_check_equals_tokenising_the_parts(sentence: str, data: st.DataObject) -> None:
-    """FAULTS L2, at any place where a sentence can be cut: the prefix test finds just the cuts where the parts differ."""
+    """FAULTS L2, wherever a sentence is cut: the prefix test finds just the cuts where the parts differ."""
     cut = data.draw(st.integers(1, len(sentence) - 1))
     prompt, answer = sentence[:cut], sentence[cut:]
     pair = encode_pair(WITH_BOS, PairRecord(prompt, answer, answer + " again"), eos_id=EOS)
@@ -244,9 +242,7 @@ def test_pairs_that_a_cut_makes_alike_are_left_out() -> None:
     st.integers(2, 20),
     st.sampled_from(["drop", "left", "right"]),
 )
-def test_nothing_longer_than_the_limit_leaves(
-    rows: list[tuple[str, str, str]], limit: int, policy: Truncation
-) -> None:
+def test_nothing_longer_than_the_limit_leaves(rows: list[tuple[str, str, str]], limit: int, policy: Truncation) -> None:
     records = [PairRecord(*row) for row in rows]
     try:
         kept, report, rate = encode_pairs(WITH_BOS, records, eos_id=EOS, max_tokens=limit, truncation=policy)
