@@ -74,7 +74,7 @@ class ScoredRollout(Rollout):
 
     `kl` is the per-token KL(actor, reference) by the estimator of the run. It is kept because the exact one ("full")
     cannot be derived from the two log-probs; it is the number that is penalised and the number that is logged.
-    `last_values` is V of the state after the last response token, which stands for the rest of a response cut by length.
+    `last_values` is V of the state after the last response token; it stands for the rest of a response cut by length.
     """
 
     ref_log_probs: Float32[Tensor, "batch response"]

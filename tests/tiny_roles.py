@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of models, rollout and scoring: settings, loaded bases, rollouts, and an oracle for log-probs."""
+"""Tiny runs for the tests of models, rollout and scoring: settings, bases, rollouts, and an oracle for log-probs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import PAD, VOCABULARY, tiny_directory
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,7 +17,6 @@ from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Activations, Policy
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch
-from tiny import PAD, VOCABULARY, tiny_directory
 
 MODES = ("trunk", "none")
 

@@ -67,8 +67,8 @@ class LocalOptimizer:
         if not math.isfinite(norm):
             self.discard()
             raise RunFailed(
-                f"learn: the {self.name}'s gradient norm is {norm}; no step was taken, the last good checkpoint is kept; "
-                "try a lower learning rate or ppo.score_clip"
+                f"learn: the {self.name}'s gradient norm is {norm}; no step was taken, the last good checkpoint "
+                "is kept; try a lower learning rate or ppo.score_clip"
             )
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate

@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="type of the weights: float32 keeps the trained ones exactly (default), bfloat16 halves the size and rounds them",
+        help="type of the weights: float32 keeps the trained ones exactly (default), bfloat16 halves the size and "
+        "rounds them",
     )
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the last step")
 

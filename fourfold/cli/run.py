@@ -60,9 +60,13 @@ def show(config: RunConfig, summary: dict[str, Any], config_path: str) -> None:
         console.print(f"sft: held-out loss {sft['test_nll_before']:.3f} -> {sft['test_nll_after']:.3f} nats a token")
     if "pair_accuracy" in stages.get("reward", {}):
         reward = stages["reward"]
-        console.print(f"reward: {reward['pair_accuracy']:.1%} of {reward['test_pairs']} held-out pairs ranked as people do")
+        console.print(
+            f"reward: {reward['pair_accuracy']:.1%} of {reward['test_pairs']} held-out pairs ranked as people do"
+        )
     if "after" in summary:
-        console.print(before_after_table(summary["before"], summary["after"], title="held-out prompts, before and after PPO"))
+        console.print(
+            before_after_table(summary["before"], summary["after"], title="held-out prompts, before and after PPO")
+        )
         folder = RunFolder(_path(config.output))
         before, after = folder.read_json("ppo/before.json"), folder.read_json("ppo/after.json")
         if before and after:

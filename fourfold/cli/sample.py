@@ -12,8 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `fourfold sample`."""
     parser.add_argument("run_folder", metavar="RUN", help="folder of a run (its `output`)")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
-    parser.add_argument("--chat", action="store_true", help="put each prompt through the chat template as a user message")
-    parser.add_argument("--count", type=int, default=4, help="held-out prompts to use when no --prompt is given (default 4)")
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt through the chat template as a user message"
+    )
+    parser.add_argument(
+        "--count", type=int, default=4, help="held-out prompts to use when no --prompt is given (default 4)"
+    )
     parser.add_argument("--max-new-tokens", type=int, help="longest response in tokens (default: as in the run)")
     parser.add_argument("--temperature", type=float, help="sampling temperature above 0 (default: as in the run)")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other responses (default 0)")

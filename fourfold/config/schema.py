@@ -27,7 +27,8 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     path: str = Field(
-        description="Causal language model: a Hugging Face directory, a hub id, a .gguf file, or 'package:MODULE/FILE' for a file inside an installed Python package."
+        description="Causal language model: a Hugging Face directory, a hub id, a .gguf file, or "
+        "'package:MODULE/FILE' for a file inside an installed Python package."
     )
     cache: str = Field(
         default="~/.cache/fourfold/models", description="Folder for converted models (GGUF to bf16 safetensors)."
@@ -43,14 +44,16 @@ class TrunkSection(Section):
 class SharingSection(Section):
     mode: Literal["trunk", "none"] = Field(
         default="trunk",
-        description="'trunk': the lower layers are shared and frozen, their activations cached. 'none': four separate models, actor and critic trained in full.",
+        description="'trunk': the lower layers are shared and frozen, their activations cached. "
+        "'none': four separate models, actor and critic trained in full.",
     )
 
 
 class PrecisionSection(Section):
     compute: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="Type of matrix products and of frozen weights; 'auto' takes bfloat16 where the hardware multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32.",
+        description="Type of matrix products and of frozen weights; 'auto' takes bfloat16 where the hardware "
+        "multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32.",
     )
 
 
@@ -63,7 +66,8 @@ class DatasetSection(Section):
     path: str = Field(description="A .jsonl, .parquet or .csv file, or a `datasets` hub id such as 'imdb:train'.")
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="Column names where they differ from the standard ones, e.g. {text = 'review'}. Standard names: text; prompt, chosen, rejected; messages.",
+        description="Column names where they differ from the standard ones, e.g. {text = 'review'}. "
+        "Standard names: text; prompt, chosen, rejected; messages.",
     )
     max_rows: Count = Field(default=0, description="Use the first rows only; 0 means all.")
 
@@ -79,7 +83,8 @@ class DataSection(Section):
     max_text_tokens: PositiveInt = Field(default=64, description="Longest text (prompt and answer), in tokens.")
     truncation: Literal["drop", "left", "right", "error"] = Field(
         default="drop",
-        description="What happens to a row that is too long: leave it out, cut its left or right end, or stop. The counts are printed at start.",
+        description="What happens to a row that is too long: leave it out, cut its left or right end, or stop. "
+        "The counts are printed at start.",
     )
 
 
@@ -109,7 +114,8 @@ class RewardSection(OptimizerSection):
     checkpoint: str = Field(default="", description="Folder of a trained reward model (source = 'checkpoint').")
     function: str = Field(
         default="",
-        description="'module:name' of a Python function (source = 'function'): takes prompts and responses (lists of str), returns a list of float.",
+        description="'module:name' of a Python function (source = 'function'): "
+        "takes prompts and responses (lists of str), returns a list of float.",
     )
     init: Literal["sft", "base"] = Field(default="sft", description="Weights that the reward model starts from.")
     num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs.")
@@ -118,7 +124,8 @@ class RewardSection(OptimizerSection):
     max_pairs: Count = Field(default=0, description="Use this many pairs, drawn by the seed; 0 means all.")
     standardise: bool = Field(
         default=True,
-        description="Shift and scale the score so that the sft texts have mean 0 and standard deviation 1 (the numbers are saved with the model).",
+        description="Shift and scale the score so that the sft texts have mean 0 and standard deviation 1 "
+        "(the numbers are saved with the model).",
     )
     retries: Count = Field(default=2, description="How often a failing scorer is asked again.")
     on_failure: Literal["stop", "drop"] = Field(
@@ -129,7 +136,8 @@ class RewardSection(OptimizerSection):
 class CriticSection(OptimizerSection):
     init: Literal["reward", "actor", "base"] = Field(
         default="reward",
-        description="Weights of the critic: from the reward model (with its head), from the actor, or from the base model (new head).",
+        description="Weights of the critic: from the reward model (with its head), from the actor, "
+        "or from the base model (new head).",
     )
     warmup_steps: Count = Field(default=0, description="Optimizer steps of linear warm-up of the learning rate.")
     warmup_rollouts: Count = Field(
@@ -157,8 +165,9 @@ class SamplingSection(Section):
     def _refuse_truncated_sampling(self) -> SamplingSection:
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
-                f"top_p = {self.top_p}, top_k = {self.top_k}: truncated sampling draws from another distribution than the one that is trained, "
-                "so KL and ratio would be wrong; allowed: top_p = 1.0 and top_k = 0; try a lower temperature"
+                f"top_p = {self.top_p}, top_k = {self.top_k}: truncated sampling draws from "
+                "another distribution than the one that is trained, so KL and ratio would be wrong; "
+                "allowed: top_p = 1.0 and top_k = 0; try a lower temperature"
             )
         return self
 
@@ -169,7 +178,9 @@ class PpoSection(OptimizerSection):
     mini_batch_size: PositiveInt = Field(default=32, description="Responses an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Responses a forward and backward pass.")
     num_epochs: PositiveInt = Field(default=4, description="Passes over a rollout.")
-    clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="Clip range of the ratio (lower side: 1 - clip_eps).")
+    clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="Clip range of the ratio (lower side: 1 - clip_eps)."
+    )
     clip_eps_high: NonNegativeFloat = Field(default=0.0, description="Upper clip range; 0 means clip_eps.")
     dual_clip: NonNegativeFloat = Field(default=0.0, description="Dual-clip constant c > 1; 0 switches it off.")
     value_clip_eps: NonNegativeFloat = Field(default=0.2, description="Clip range of the value's move; 0: no clip.")
@@ -180,7 +191,8 @@ class PpoSection(OptimizerSection):
     whiten_advantages: bool = Field(default=True, description="Mean 0, standard deviation 1 over the rollout's tokens.")
     target_kl: NonNegativeFloat | None = Field(
         default=None,
-        description="End a rollout's epochs when the mean of KL(old, new) per token in a mini-batch reaches this (its step is not applied); not given: off.",
+        description="End a rollout's epochs when the mean of KL(old, new) per token in a mini-batch reaches "
+        "this (its step is not applied); not given: off.",
     )
     kl_coef: NonNegativeFloat = Field(default=0.05, description="Factor of the per-token KL in the reward.")
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
@@ -189,7 +201,9 @@ class PpoSection(OptimizerSection):
     kl_controller: Literal["fixed", "adaptive"] = Field(default="fixed", description="How kl_coef moves.")
     kl_target: PositiveFloat = Field(default=6.0, description="Target of the adaptive controller, nats a sequence.")
     kl_horizon: PositiveInt = Field(default=10_000, description="Horizon of the adaptive controller, sequences.")
-    kl_loss_coef: NonNegativeFloat = Field(default=0.0, description="Factor of a KL term in the loss (needs kl_coef = 0).")
+    kl_loss_coef: NonNegativeFloat = Field(
+        default=0.0, description="Factor of a KL term in the loss (needs kl_coef = 0)."
+    )
     kl_loss_estimator: Literal["k2", "k3"] = Field(
         default="k2", description="Estimator in the loss; k2 has the right gradient, k3 a biased one."
     )
@@ -208,12 +222,15 @@ class PpoSection(OptimizerSection):
     )
     truncation: Literal["terminal", "bootstrap", "drop"] = Field(
         default="terminal",
-        description="A response cut by length: its score counts; or the value of the last state stands for the rest; or it is not learned from.",
+        description="A response cut by length: its score counts; or the value of the last state stands for "
+        "the rest; or it is not learned from.",
     )
 
 
 class EvaluationSection(Section):
-    every: Count = Field(default=0, description="PPO steps between evaluations on held-out prompts; 0: start and end only.")
+    every: Count = Field(
+        default=0, description="PPO steps between evaluations on held-out prompts; 0: start and end only."
+    )
     max_prompts: PositiveInt = Field(default=64, description="Held-out prompts used.")
     responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each of them.")
     judge: Literal["none", "vader"] = Field(
@@ -242,7 +259,9 @@ class RunConfig(Section):
     output: str = Field(description="Folder of the run: stages, checkpoints, metrics, summary.")
     seed: Count = Field(default=0, description="Seed of everything random.")
     stages: tuple[Literal["sft", "reward", "ppo"], ...] = Field(
-        default=("sft", "reward", "ppo"), description="Stages that `fourfold run` carries out, in this order.", strict=False
+        default=("sft", "reward", "ppo"),
+        description="Stages that `fourfold run` carries out, in this order.",
+        strict=False,
     )
     model: ModelSection
     sharing: SharingSection = Field(default_factory=SharingSection)

@@ -57,8 +57,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         critic = scorer_on(actor)
     if critic is None or critic is scorer:
         raise ValueError(
-            f"critic.init = {config.critic.init!r} needs a reward model, and reward.source = {config.reward.source!r} has none; "
-            'try critic.init = "actor" or "base"'
+            f"critic.init = {config.critic.init!r} needs a reward model, and reward.source = {config.reward.source!r} "
+            'has none; try critic.init = "actor" or "base"'
         )
     if scorer is not None:
         freeze(scorer)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from fourfold.algorithms.log_probs import fused_full_kl, fused_log_probs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class LanguageHead(nn.Module):
@@ -19,9 +24,9 @@ class LanguageHead(nn.Module):
         self.softcap = softcap
 
     @classmethod
-    def of(cls, model: nn.Module) -> LanguageHead:
+    def of(cls, model: PreTrainedModel) -> LanguageHead:
         """The head of a transformers causal LM, sharing its tensors."""
-        linear = model.get_output_embeddings()
+        linear: Any = model.get_output_embeddings()
         return cls(linear.weight, linear.bias, getattr(model.config, "final_logit_softcapping", None) or 0.0)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
@@ -71,6 +76,9 @@ class ScalarHead(nn.Module):
 
     `scale` and `shift` standardise a reward model's score; they are not trained. A new head has zero weight.
     """
+
+    scale: Tensor
+    shift: Tensor
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

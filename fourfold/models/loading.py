@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.models.heads import LanguageHead
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.split import Part, cut, layout_of, verify_split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    config = model.config
+    config: Any = model.config
     # transformers refuses to save a model that came from GGUF; the same weights in a fresh model are plain tensors.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -116,37 +119,44 @@ def convert_gguf(file: Path, cache: Path) -> Path:
     return folder
 
 
-def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     resolved = resolve_model(path, cache)
     try:
         # Without use_safetensors a folder that holds pickled weights only would be unpickled.
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             resolved, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
+        # The library's annotation leaves out the report.
+        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
         tokenizer = AutoTokenizer.from_pretrained(resolved)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model.path = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with config.json and "
-            "safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
+            f"model.path = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
+            "config.json and safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"model.path = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they would "
-            "be random; give a complete causal language model"
+            f"model.path = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
+            "would be random; give a complete causal language model"
         )
     return model, tokenizer
 
 
-def end_ids(model: nn.Module, tokenizer: Any, extra: tuple[int, ...]) -> frozenset[int]:
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Rows of the embedding: every id below has one."""
+    return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+
+
+def end_ids(model: PreTrainedModel, tokenizer: Any, extra: tuple[int, ...]) -> frozenset[int]:
     """All ids that end a response: of the generation config, the model, the tokenizer and the settings."""
     found: set[int] = set(extra)
     for source in (model.generation_config, model.config, tokenizer):
         value = getattr(source, "eos_token_id", None)
         found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = embedding_rows(model)
     if not found:
         raise ValueError("the model names no EOS token; give sampling.extra_eos_token_ids")
     if bad := sorted(i for i in found if not 0 <= i < rows):
@@ -166,8 +176,8 @@ def load_base(config: RunConfig) -> Base:
     depth = total - config.trunk.branch_layers if shared else 0
     if shared and depth < 1:
         raise ValueError(
-            f"trunk.branch_layers = {config.trunk.branch_layers}: the model has {total} layers, so 1 to {total - 1} are "
-            'allowed; or use sharing.mode = "none"'
+            f"trunk.branch_layers = {config.trunk.branch_layers}: the model has {total} layers, so 1 to {total - 1} "
+            'are allowed; or use sharing.mode = "none"'
         )
     branch = cut(model, depth, total, compute_dtype=dtype).float()  # roles load float32 masters into it
     trunk = cut(model, 0, depth, compute_dtype=dtype) if shared else None
@@ -175,9 +185,11 @@ def load_base(config: RunConfig) -> Base:
         verify_split(model, trunk, branch, tolerance=SPLIT_TOLERANCE[dtype])
     if layout.learned_positions:
         _require_positions(config, model.config.max_position_embeddings)
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = embedding_rows(model)
     if len(tokenizer) > rows:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model {rows} embedding rows; they do not belong together")
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} ids, the model {rows} embedding rows; they do not belong together"
+        )
     eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
     pad = tokenizer.pad_token_id
     policy = Policy(branch, LanguageHead.of(model)).to(device)

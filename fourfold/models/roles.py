@@ -79,7 +79,7 @@ class Scorer(nn.Module):
     def values(
         self, activations: Activations, rollout: Rollout
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
-        """V of the state before each response token (0 where the response has ended), and of the state after the last."""
+        """V of the state before each response token (0 where the response has ended), and after the last."""
         every = self.head(self.branch(activations.inputs, activations.mask)[:, rollout.prompt_length - 1 :])
         last = every.gather(1, rollout.lengths[:, None])[:, 0]
         return torch.where(rollout.response_mask, every[:, :-1], 0.0), last
@@ -119,7 +119,7 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool) -> None:
     A language head above a shared trunk belongs to the trunk (it is the embedding in most models) and stays frozen.
     """
     role.requires_grad_(False)
-    parts = [role.branch]
+    parts: list[nn.Module] = [role.branch]
     if isinstance(role, Scorer) or with_language_head:
         parts.append(role.head)
     for part in parts:

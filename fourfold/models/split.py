@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.algorithms.masking import position_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Part(nn.Module):
     trained through autocast, and frozen parts hold the compute type itself.
     """
 
-    def __init__(self, body: nn.Module, *, takes_ids: bool, compute_dtype: torch.dtype) -> None:
+    def __init__(self, body: PreTrainedModel, *, takes_ids: bool, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.body = body
         self.takes_ids = takes_ids
@@ -89,7 +92,7 @@ class Part(nn.Module):
         return out.last_hidden_state
 
 
-def layout_of(model: nn.Module) -> Layout:
+def layout_of(model: PreTrainedModel) -> Layout:
     """The layout of a causal LM, or a ValueError that names the architecture."""
     kind = model.config.model_type
     if kind not in LAYOUTS:
@@ -110,7 +113,7 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def cut(model: nn.Module, start: int, stop: int, *, compute_dtype: torch.dtype) -> Part:
+def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype) -> Part:
     """The layers [start, stop) of a causal LM; with the embedding when start is 0, with the norm when stop is the end.
 
     A part from layer 0 shares its tensors with `model`; a part above it gets tensors of its own.
@@ -146,7 +149,7 @@ def cut(model: nn.Module, start: int, stop: int, *, compute_dtype: torch.dtype) 
     return Part(body, takes_ids=start == 0, compute_dtype=compute_dtype)
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+def _cast_output(dtype: torch.dtype, module: nn.Embedding, args: tuple, output: Tensor) -> Tensor:
     """Embedding look-ups are not autocast: without this, float32 masters and a frozen copy would differ below."""
     scale = getattr(module, "embed_scale", None)
     if scale is None or output.dtype == dtype:
@@ -159,11 +162,11 @@ def _renumber(layer: nn.Module, start: int) -> None:
     """Count a layer from the part's own first one, because that is how its cache is indexed."""
     for module in layer.modules():
         if hasattr(module, "layer_idx"):
-            module.layer_idx -= start
+            module.layer_idx -= start  # pyright: ignore[reportOperatorIssue]
 
 
 @torch.no_grad()
-def verify_split(model: nn.Module, trunk: Part, branch: Part, *, tolerance: float) -> float:
+def verify_split(model: PreTrainedModel, trunk: Part, branch: Part, *, tolerance: float) -> float:
     """Largest difference between trunk + branch and the whole model on a padded probe; ValueError beyond `tolerance`.
 
     The difference is relative to the largest activation of the whole model.
@@ -185,7 +188,7 @@ def verify_split(model: nn.Module, trunk: Part, branch: Part, *, tolerance: floa
     gap = float((actual[mask].float() - truth).abs().max() / truth.abs().max())
     if not gap <= tolerance:
         raise ValueError(
-            f"architecture {model.config.model_type!r} cannot be split after layer {trunk.num_layers}: trunk and branch "
-            f"differ from the whole model by {gap:.2e} (allowed {tolerance:.0e}); try sharing.mode = \"none\""
+            f"architecture {model.config.model_type!r} cannot be split after layer {trunk.num_layers}: trunk and "
+            f'branch differ from the whole model by {gap:.2e} (allowed {tolerance:.0e}); try sharing.mode = "none"'
         )
     return gap

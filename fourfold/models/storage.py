@@ -1,6 +1,7 @@
 """A role on disk: its own tensors as safetensors and what they fit, as JSON.
 
-The shared trunk and head are not stored again; `role.json` says which model and cut the tensors belong to.
+The shared trunk and head are not stored again; a record says which model and cut the tensors belong to. A checkpoint
+of the stage that makes a role holds the same two things, so it can stand for the stage's result.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -18,6 +20,9 @@ from fourfold.models.roles import Policy, Scorer
 
 TENSORS = "model.safetensors"
 RECORD = "role.json"
+# The same in a checkpoint of a stage: the group of tensors, and the state whose "record" is the role's.
+CHECKPOINT_TENSORS = "role.safetensors"
+CHECKPOINT_STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,11 @@ class RoleRecord:
     sharing: str
     branch_layers: int
     schema: int = 1
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether a policy's language head belongs to the trunk and is not stored with it."""
+        return self.sharing == "trunk"
 
 
 def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
@@ -49,30 +59,43 @@ def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, share
     """Copy stored tensors into the role; a missing, surplus or misshapen one is a ValueError."""
     targets = own_tensors(role, shares_head=shares_head)
     if missing := sorted(targets.keys() - tensors.keys()):
-        raise ValueError(f"the stored role lacks {len(missing)} tensors, first {missing[0]!r}; it belongs to another model")
+        raise ValueError(
+            f"the stored role lacks {len(missing)} tensors, first {missing[0]!r}; it belongs to another model"
+        )
     if surplus := sorted(tensors.keys() - targets.keys()):
         raise ValueError(f"the stored role has {len(surplus)} unknown tensors, first {surplus[0]!r}")
     for name, target in targets.items():
         if target.shape != tensors[name].shape:
             raise ValueError(f"tensor {name!r}: stored shape {tuple(tensors[name].shape)}, model {tuple(target.shape)}")
+    for name, target in targets.items():
         target.copy_(tensors[name])
 
 
 def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
     """Write a role; the record comes last, so a folder with a record is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = own_tensors(role, shares_head=record.sharing == "trunk")
+    tensors = own_tensors(role, shares_head=record.shares_head)
     write_atomically(folder / TENSORS, save({name: t.cpu().contiguous() for name, t in tensors.items()}))
     write_atomically(folder / RECORD, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
     """Read a stored role into `role`; ValueError when it was made for another model, cut or kind."""
-    path = folder / RECORD
-    if not path.is_file():
-        raise ValueError(f"no stored role at {str(folder)!r}: {RECORD} is missing; run the stage that makes it first")
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    stored, tensors = _stored(folder)
     for name, wanted in asdict(expected).items():
         if (got := stored.get(name)) != wanted:
-            raise ValueError(f"{str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they must agree")
-    load_own_tensors(role, load_file(str(folder / TENSORS)), shares_head=expected.sharing == "trunk")
+            raise ValueError(
+                f"{str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they must agree"
+            )
+    load_own_tensors(role, load_file(str(tensors)), shares_head=expected.shares_head)
+
+
+def _stored(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Record and tensors' file of a stored role, or of a checkpoint of the stage that makes one."""
+    path, state = folder / RECORD, folder / CHECKPOINT_STATE
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8")), folder / TENSORS
+    record = json.loads(state.read_text(encoding="utf-8")).get("record") if state.is_file() else None
+    if record is None:
+        raise ValueError(f"no stored role at {str(folder)!r}: {RECORD} is missing; run the stage that makes it first")
+    return record, folder / CHECKPOINT_TENSORS

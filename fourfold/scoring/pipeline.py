@@ -78,7 +78,7 @@ def _kl(
 
 
 def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failure: str) -> Tensor:
-    """Rows to learn from (int64): those with a valid score, and under truncation = "drop" those that ended by themselves.
+    """Rows to learn from (int64): those with a valid score, and under truncation = "drop" those that ended themselves.
 
     A failed score is never replaced by a number: the run stops, or the row is left out, as `on_failure` says.
     """
@@ -91,7 +91,7 @@ def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failu
     kept = valid & ~scored.truncated if truncation == "drop" else valid
     if not bool(kept.any()):
         raise RunFailed(
-            f"score: no response can be learned from: {failed} without a valid score, {int(scored.truncated.sum())} cut "
-            "by length; raise sampling.max_new_tokens or mend the reward"
+            f"score: no response can be learned from: {failed} without a valid score, {int(scored.truncated.sum())} "
+            "cut by length; raise sampling.max_new_tokens or mend the reward"
         )
     return kept.nonzero()[:, 0]

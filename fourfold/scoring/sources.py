@@ -63,10 +63,11 @@ class FunctionReward:
         """The function 'module:name'."""
         module, _, attribute = name.partition(":")
         try:
-            function = getattr(importlib.import_module(module), attribute)
+            function: RewardFunction = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"reward.function = {name!r} cannot be imported ({error}); allowed: 'module:name' of a function that Python finds"
+                f"reward.function = {name!r} cannot be imported ({error}); allowed: 'module:name' of a function that "
+                "Python finds"
             ) from error
         if not callable(function):
             raise ValueError(f"reward.function = {name!r} is a {type(function).__name__}; allowed: a function")
@@ -77,7 +78,9 @@ class FunctionReward:
         prompts, responses = texts_of(rollout, self._tokenizer)
         numbers = self._ask(prompts, responses)
         valid = [number is not None and math.isfinite(number) for number in numbers]
-        scores = [float(number) if ok and number is not None else 0.0 for number, ok in zip(numbers, valid, strict=True)]
+        scores = [
+            float(number) if ok and number is not None else 0.0 for number, ok in zip(numbers, valid, strict=True)
+        ]
         device = rollout.sequences.device
         return torch.tensor(scores, dtype=torch.float32, device=device), torch.tensor(valid, device=device)
 
@@ -94,7 +97,15 @@ class FunctionReward:
                 log.warning("%s; its %d responses are left out", said, len(responses))
                 return [None] * len(responses)
             if len(numbers) != len(responses):
-                raise RunFailed(f"score: the reward function returned {len(numbers)} numbers for {len(responses)} responses")
+                raise RunFailed(
+                    f"score: the reward function returned {len(numbers)} numbers for {len(responses)} responses"
+                )
+            for number in numbers:
+                if number is not None and not hasattr(number, "__float__"):
+                    raise RunFailed(
+                        f"score: the reward function returned {number!r} ({type(number).__name__}); "
+                        "allowed: a number or None"
+                    )
             return numbers
         raise AssertionError("unreachable: the loop returns or raises")
 

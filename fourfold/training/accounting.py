@@ -57,11 +57,14 @@ class Accountant:
         self._forward(counter, "critic", "score", sampled, self._branch_layers, "scalar")
         if self._has_reward:
             self._forward(counter, "reward", "score", sampled, self._branch_layers, "scalar")
-        for role, work, head in (("actor", actor, "lm"), ("critic", critic, "scalar")):
+        trained_roles: tuple[tuple[str, Work, Head], ...] = (("actor", actor, "lm"), ("critic", critic, "scalar"))
+        for role, work, head in trained_roles:
             self._forward(counter, role, "learn", work, self._branch_layers, head)
             trained = head == "scalar" or self._head_trained
             flops = backward_flops(
-                **self._sizes(work, self._branch_layers, head), head_trained=trained, recompute_head=head == "lm" and trained
+                **self._sizes(work, self._branch_layers, head),
+                head_trained=trained,
+                recompute_head=head == "lm" and trained,
             )
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
         return counter.take(sampled.rows)

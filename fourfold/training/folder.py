@@ -60,8 +60,8 @@ class RunFolder:
         before, now = (c.model_dump(exclude={"stages", "system"}) for c in (load_config(path), config))
         if changed := sorted(_differences(before, now)):
             raise ValueError(
-                f"{path} was made with other settings: {'; '.join(changed[:8])}. A run goes on only with its own settings; "
-                "use another output folder, or remove this one"
+                f"{path} was made with other settings: {'; '.join(changed[:8])}. A run goes on only with its own "
+                "settings; use another output folder, or remove this one"
             )
 
 
@@ -80,5 +80,7 @@ def saved_config(root: Path) -> RunConfig:
     """The settings of the run in a folder."""
     path = root / CONFIG
     if not path.is_file():
-        raise ValueError(f"{str(root)!r} is not the folder of a run: it has no {CONFIG}; give the `output` of a configuration")
+        raise ValueError(
+            f"{str(root)!r} is not the folder of a run: it has no {CONFIG}; give the `output` of a configuration"
+        )
     return load_config(path)

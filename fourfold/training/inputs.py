@@ -44,7 +44,9 @@ def read_inputs(config: RunConfig, base: Base, say: Callable[[str], None]) -> In
         inputs.pairs_test = _pairs(config, base, data.pairs_test, "pairs_test", say)
     if "ppo" in stages:
         inputs.prompts = _prompts(config, base, data.prompts, "prompts", say)
-        inputs.prompts_test = _prompts(config, base, data.prompts_test, "prompts_test", say)[: config.evaluation.max_prompts]
+        inputs.prompts_test = _prompts(config, base, data.prompts_test, "prompts_test", say)[
+            : config.evaluation.max_prompts
+        ]
     return inputs
 
 
@@ -54,7 +56,9 @@ def _eos(base: Base) -> int:
     return own if own in base.eos_ids else min(base.eos_ids)
 
 
-def _texts(config: RunConfig, base: Base, section: DatasetSection | None, name: str, say: Callable[[str], None]) -> Texts:
+def _texts(
+    config: RunConfig, base: Base, section: DatasetSection | None, name: str, say: Callable[[str], None]
+) -> Texts:
     if section is None:
         return []
     data = config.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy
 import torch
 
 from fourfold.config import RunConfig, check_packages, check_paths
+from fourfold.diagnostics.metrics import METRICS
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
@@ -37,6 +39,7 @@ def prepare(config: RunConfig) -> RunConfig:
     """Check everything that can be checked before a model is loaded, and set threads and seeds."""
     check_paths(config)
     check_packages(config)
+    _check_best_metric(config)
     config = resolve(config)
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
@@ -44,6 +47,17 @@ def prepare(config: RunConfig) -> RunConfig:
     numpy.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
     return config
+
+
+def _check_best_metric(config: RunConfig) -> None:
+    known = [name for name in METRICS["evaluation"] if name.startswith("eval_")]
+    if config.evaluation.judge == "none":
+        known.remove("eval_judge_mean")
+    if (given := config.checkpoint.best_metric) not in known:
+        near = difflib.get_close_matches(given, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        allowed = ", ".join(known)
+        raise ValueError(f"checkpoint.best_metric: given {given!r}; {hint}allowed with these settings: {allowed}")
 
 
 def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
@@ -70,7 +84,12 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], say: Say) 
     inputs = read_inputs(needed, base, say)
     cache = TextCache(base)
     if "sft" in todo:
-        _stage(folder, meter, "sft", lambda: train_sft(config, base, cache, inputs.texts, inputs.texts_test, folder.stage("sft")))
+        _stage(
+            folder,
+            meter,
+            "sft",
+            lambda: train_sft(config, base, cache, inputs.texts, inputs.texts_test, folder.stage("sft")),
+        )
     if "reward" in todo:
         _stage(folder, meter, "reward", lambda: _reward(config, base, cache, inputs, folder))
     del cache

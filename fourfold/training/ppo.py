@@ -136,16 +136,8 @@ def train_ppo(
             (lambda _, row: progress.advance(1, note=_note(row)), *callbacks),
         )
         progress.advance(trainer.progress.step)
-        for warning in trainer.store.warnings:
-            say(f"warning: {warning}")
-        report = trainer.check()
-        say(report.describe())
-        folder.write_json("ppo/preflight.json", report.as_dict())
-        if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
-            _write_evaluation(folder, "before", trainer)
-        meter.take()  # what came before the first step belongs to no step
         try:
-            trainer.run()
+            _check_and_run(trainer, folder, meter, say)
         finally:
             for tracker in trainer.trackers:
                 tracker.close()
@@ -153,6 +145,18 @@ def train_ppo(
         _write_evaluation(folder, "after", trainer)
     save_role(folder.model("ppo"), models.actor, record_for(config, "policy"))
     return {name: folder.read_json(f"ppo/{name}.json") for name in ("before", "after")}
+
+
+def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: Say) -> None:
+    for warning in trainer.store.warnings:
+        say(f"warning: {warning}")
+    report = trainer.check()
+    say(report.describe())
+    folder.write_json("ppo/preflight.json", report.as_dict())
+    if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
+        _write_evaluation(folder, "before", trainer)
+    meter.take()  # what came before the first step belongs to no step
+    trainer.run()
 
 
 def _note(row: dict[str, float]) -> str:

@@ -55,7 +55,8 @@ class Preflight:
     def describe(self) -> str:
         """One line for the terminal."""
         kl = f"KL to reference {self.kl_gap_mean:.1e}" if self.fresh else "KL not checked (resumed)"
-        return f"pre-flight: |log ratio| {self.ratio_gap_mean:.1e} · {kl} · sampler gap {self.sampler_gap_mean:.1e} nats a token"
+        ratio, sampler = f"|log ratio| {self.ratio_gap_mean:.1e}", f"sampler gap {self.sampler_gap_mean:.1e}"
+        return f"pre-flight: {ratio} · {kl} · {sampler} nats a token"
 
 
 def preflight(
@@ -72,17 +73,35 @@ def preflight(
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
-    result = Preflight(*ratio, *kl, *sampler, *(str(m.branch.compute_dtype) for m in (actor, models.reference)), fresh)
+    result = Preflight(
+        ratio_gap_mean=ratio[0],
+        ratio_gap_max=ratio[1],
+        kl_gap_mean=kl[0],
+        kl_gap_max=kl[1],
+        sampler_gap_mean=sampler[0],
+        sampler_gap_max=sampler[1],
+        actor_dtype=str(actor.branch.compute_dtype),
+        reference_dtype=str(models.reference.branch.compute_dtype),
+        fresh=fresh,
+    )
     if actor.branch.compute_dtype != models.reference.branch.compute_dtype:
         raise RunFailed(
-            f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between them "
-            "would be biased; give both the same precision"
+            f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
+            "them would be biased; give both the same precision"
         )
-    _require("ratio is not 1 before the first update", ratio, bounds.ratio, "dropout, position ids or masks differ between passes")
+    _require(
+        "ratio is not 1 before the first update",
+        ratio,
+        bounds.ratio,
+        "dropout, position ids or masks differ between passes",
+    )
     if fresh:
         _require("KL to the reference is not 0 at step 0", kl, bounds.kl, "the reference is not the actor as it starts")
     _require(
-        "sampler and trainer disagree on log-probs", sampler, bounds.sampler, "temperature, positions or weights differ in the sampler"
+        "sampler and trainer disagree on log-probs",
+        sampler,
+        bounds.sampler,
+        "temperature, positions or weights differ in the sampler",
     )
     return result
 
@@ -95,6 +114,6 @@ def _gap(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, float]:
 def _require(what: str, gap: tuple[float, float], bound: tuple[float, float], cause: str) -> None:
     if not (gap[0] <= bound[0] and gap[1] <= bound[1]):
         raise RunFailed(
-            f"pre-flight: {what}: mean {gap[0]:.2e}, max {gap[1]:.2e} nats a token (allowed {bound[0]:.0e} and {bound[1]:.0e}); "
-            f"likely: {cause}"
+            f"pre-flight: {what}: mean {gap[0]:.2e}, max {gap[1]:.2e} nats a token "
+            f"(allowed {bound[0]:.0e} and {bound[1]:.0e}); likely: {cause}"
         )

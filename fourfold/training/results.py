@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +25,9 @@ from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder, saved_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
@@ -103,7 +107,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
     model = model.float()
     _copy_branch(actor, model)
-    model.to(DTYPES[dtype])
+    model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # the library's wrapper hides `self`
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".partial-{target.name}-", dir=target.parent))
     try:
@@ -119,7 +123,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     return target
 
 
-def _copy_branch(actor: Policy, model: torch.nn.Module) -> None:
+def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
     """Put the actor's own layers in their places of the whole model."""
     layout = layout_of(model)
     whole, body = getattr(model, layout.body), actor.branch.body
@@ -129,6 +133,7 @@ def _copy_branch(actor: Policy, model: torch.nn.Module) -> None:
     names = [layout.norm]
     if actor.branch.takes_ids:
         names += [name for name in (layout.embedding, layout.learned_positions) if name]
-        model.get_output_embeddings().weight.copy_(actor.head.weight)
+        linear: Any = model.get_output_embeddings()
+        linear.weight.copy_(actor.head.weight)
     for name in names:
         getattr(whole, name).load_state_dict(getattr(body, name).state_dict())

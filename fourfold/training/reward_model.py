@@ -70,7 +70,7 @@ def train_reward(
     `texts` are those that `reward.standardise` gives mean 0 and standard deviation 1; `sft` is the stored policy that
     `reward.init = "sft"` starts from.
     """
-    settings = config.reward
+    settings, record = config.reward, record_for(config, "scorer")
     fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + list(texts), "reward: trunk activations")
     scorer = _initial_scorer(config, base, sft)
     make_trainable(scorer, with_language_head=False)
@@ -93,7 +93,7 @@ def train_reward(
         optimizer.step()
         return total / len(rows)
 
-    stage = Stage("reward", folder, scorer, base.shared, optimizer, len(batches), learn, config.checkpoint.stage_every)
+    stage = Stage("reward", folder, scorer, record, optimizer, len(batches), learn, config.checkpoint.stage_every)
     stage.run()
     if settings.standardise and texts:
         standardise(scorer, scores_of(scorer, cache, texts, settings.micro_batch_size))
@@ -101,7 +101,7 @@ def train_reward(
     if test:
         metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, settings.micro_batch_size)
         metrics["test_pairs"] = len(test)
-    save_role(folder / "model", scorer, record_for(config, "scorer"))
+    save_role(folder / "model", scorer, record)
     return metrics
 
 

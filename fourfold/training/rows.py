@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.algorithms.statistics import explained_variance, moments, spearman
@@ -17,22 +18,22 @@ def training_row(
     progress: Progress,
     experience: Experience,
     scored: ScoredRollout,
+    valid: Tensor,
     learned: dict[str, float],
     work: dict[str, float],
     usage: dict[str, PhaseUsage],
     *,
     kl_coef: float,
     shaped_score_mean: float,
-    invalid_scores: int,
 ) -> dict[str, float]:
     """Everything a PPO step logs.
 
-    `scored` holds the rows as they were sampled, `experience` those that were learned from; `kl_coef` is the one that
-    the step's rewards were made with.
+    `scored` holds the rows as they were sampled, `valid` which of them have a score (bool [batch]), `experience` those
+    that were learned from; `kl_coef` is the one that the step's rewards were made with.
     """
     row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": kl_coef}
-    row |= _rollout(scored)
-    row |= {"score_shaped_mean": shaped_score_mean, "invalid_scores": invalid_scores}
+    row |= _scores(scored.scores[valid]) | _rollout(scored)
+    row |= {"score_shaped_mean": shaped_score_mean, "invalid_scores": int((~valid).sum())}
     row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
     row["reward_per_sequence_mean"] = float(experience.rewards.sum(dim=1).mean())
     row |= _values(experience)
@@ -58,6 +59,16 @@ def counters(progress: Progress) -> dict[str, float]:
     }
 
 
+def _scores(scores: Tensor) -> dict[str, float]:
+    """Of the valid ones only: a failed score is no number (`learnable` has made sure that there is one)."""
+    return {
+        "score_mean": float(scores.mean()),
+        "score_std": float(scores.std(unbiased=False)),
+        "score_raw_min": float(scores.min()),
+        "score_raw_max": float(scores.max()),
+    }
+
+
 def _rollout(scored: ScoredRollout) -> dict[str, float]:
     mask, rows = scored.response_mask, len(scored.sequences)
     tokens = int(mask.sum())
@@ -68,10 +79,6 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
     )
     gap = (scored.sampler_log_probs - scored.log_probs).abs()[mask]
     return {
-        "score_mean": float(scored.scores.mean()),
-        "score_std": float(scored.scores.std(unbiased=False)),
-        "score_raw_min": float(scored.scores.min()),
-        "score_raw_max": float(scored.scores.max()),
         "kl_per_sequence_mean": kl / rows,
         "kl_per_token_mean": kl / tokens,
         "kl_k1_per_sequence_mean": k1 / rows,
@@ -90,6 +97,10 @@ def _values(experience: Experience) -> dict[str, float]:
         "explained_variance": explained_variance(experience.values, experience.returns, mask),
         "value_return_spearman": spearman(experience.values[mask], experience.returns[mask]),
     }
-    for name, tensor in (("value", experience.values), ("return", experience.returns), ("advantage", experience.advantages)):
+    for name, tensor in (
+        ("value", experience.values),
+        ("return", experience.returns),
+        ("advantage", experience.advantages),
+    ):
         row[f"{name}_mean"], row[f"{name}_std"] = moments(tensor, mask)
     return row

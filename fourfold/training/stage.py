@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fourfold.backends.base import RoleOptimizer
 from fourfold.diagnostics.progress import stage_progress
-from fourfold.errors import Interrupted
+from fourfold.errors import Interrupted, RunFailed
 from fourfold.models.roles import Policy, Scorer
-from fourfold.models.storage import load_own_tensors, own_tensors
+from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
 from fourfold.training.checkpoint import CheckpointStore, flatten_optimizer, restore_optimizer
 from fourfold.training.signals import StopRequest
 
@@ -22,7 +22,7 @@ class Stage:
     name: str
     folder: Path
     role: Policy | Scorer
-    shares_head: bool
+    record: RoleRecord
     optimizer: RoleOptimizer
     steps: int
     learn: Callable[[int], float]
@@ -35,19 +35,27 @@ class Stage:
         losses: list[float] = []
         with StopRequest() as stop, stage_progress(self.name, self.steps, unit="steps", done=done) as progress:
             for step in range(done, self.steps):
-                losses.append(self.learn(step))
+                losses.append(self._learn(step))
                 progress.advance(1, note=f"loss {losses[-1]:.3f}")
                 if stop.requested or (step + 1) % self.checkpoint_every == 0 or step + 1 == self.steps:
                     self._save(store, step + 1)
-                if stop.requested and step + 1 < self.steps:
-                    raise Interrupted(f"{self.name}: stopped after step {step + 1} of {self.steps}; the same command goes on")
+                if stop.requested:  # also after the last step: what follows can take long
+                    raise Interrupted(
+                        f"{self.name}: stopped after step {step + 1} of {self.steps}; the same command goes on"
+                    )
         return losses
+
+    def _learn(self, step: int) -> float:
+        try:
+            return self.learn(step)
+        except RunFailed as error:
+            raise RunFailed(f"{self.name}, step {step + 1}: {error}") from error
 
     def _resume(self, store: CheckpointStore) -> int:
         checkpoint = store.latest()
         if checkpoint is None:
             return 0
-        load_own_tensors(self.role, checkpoint.tensors("role"), shares_head=self.shares_head)
+        load_own_tensors(self.role, checkpoint.tensors("role"), shares_head=self.record.shares_head)
         record = checkpoint.state
         restored = restore_optimizer(checkpoint.tensors("optimizer"), record["optimizer"])
         self.optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
@@ -56,5 +64,7 @@ class Stage:
     def _save(self, store: CheckpointStore, step: int) -> None:
         everything = self.optimizer.state_dict()
         tensors, record = flatten_optimizer(everything["optimizer"])
-        groups = {"role": own_tensors(self.role, shares_head=self.shares_head), "optimizer": tensors}
-        store.save(step, groups, {"optimizer": record, "steps_done": everything["steps_done"]})
+        groups = {"role": own_tensors(self.role, shares_head=self.record.shares_head), "optimizer": tensors}
+        # With its record, every checkpoint can be loaded as the stage's result (reward.checkpoint).
+        state = {"optimizer": record, "steps_done": everything["steps_done"], "record": asdict(self.record)}
+        store.save(step, groups, state)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fourfold.algorithms.kl import adapt_kl_coef
+from fourfold.algorithms.masking import masked_sum
 from fourfold.algorithms.rewards import RunningMoments
+from fourfold.batch import ScoredRollout
+from fourfold.config.schema import PpoSection
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import load_own_tensors, own_tensors
@@ -25,6 +29,29 @@ class Progress:
     best_metric: float | None = None
     moments: RunningMoments = field(default_factory=RunningMoments)
 
+    def count(self, scored: ScoredRollout, optimizer_steps: int, settings: PpoSection) -> None:
+        """A step is done; the adaptive controller moves kl_coef by the very KL that was penalised."""
+        self.step += 1
+        self.episodes += settings.rollout_batch_size
+        self.tokens += int(scored.lengths.sum())
+        self.optimizer_steps += optimizer_steps
+        if settings.kl_controller == "adaptive":
+            self.kl_coef = adapt_kl_coef(
+                self.kl_coef,
+                float(masked_sum(scored.kl, scored.response_mask)) / len(scored.sequences),
+                target=settings.kl_target,
+                horizon=settings.kl_horizon,
+                num_sequences=len(scored.sequences),
+            )
+
+    def is_best(self, value: float, mode: str) -> bool:
+        """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""
+        best = self.best_metric
+        better = best is None or (value > best if mode == "max" else value < best)
+        if better:
+            self.best_metric = value
+        return better
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**asdict(self), "moments": self.moments.to_dict()}
@@ -42,7 +69,11 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 def collect(models: FourModels, learner: Learner, progress: Progress) -> tuple[dict[str, dict], dict[str, Any]]:
     """Tensors and JSON of a checkpoint: trained roles, both optimizers, counters, random states, frozen checksum."""
     tensors = {name: own_tensors(role, shares_head=models.base.shared) for name, role in _roles(models).items()}
-    state: dict[str, Any] = {"progress": progress.as_dict(), "frozen_checksum": models.frozen_checksum(), "optimizers": {}}
+    state: dict[str, Any] = {
+        "progress": progress.as_dict(),
+        "frozen_checksum": models.frozen_checksum(),
+        "optimizers": {},
+    }
     for name, optimizer in (("actor", learner.actor_optimizer), ("critic", learner.critic_optimizer)):
         everything = optimizer.state_dict()
         tensors[f"{name}_optimizer"], record = flatten_optimizer(everything["optimizer"])

@@ -48,9 +48,11 @@ def fill_cache(cache: TextCache, texts: Texts, title: str) -> None:
                 progress.advance(count)
 
 
-def train_sft(config: RunConfig, base: Base, cache: TextCache, texts: Texts, test: Texts, folder: Path) -> dict[str, float]:
+def train_sft(
+    config: RunConfig, base: Base, cache: TextCache, texts: Texts, test: Texts, folder: Path
+) -> dict[str, float]:
     """Train the policy on texts and store it in `folder`/model; returns the stage's metrics."""
-    settings = config.sft
+    settings, record = config.sft, record_for(config, "policy")
     fill_cache(cache, [*texts, *test], "sft: trunk activations")
     policy = base.new_policy()
     make_trainable(policy, with_language_head=not base.shared)
@@ -77,9 +79,9 @@ def train_sft(config: RunConfig, base: Base, cache: TextCache, texts: Texts, tes
         optimizer.step()
         return total / tokens
 
-    stage = Stage("sft", folder, policy, base.shared, optimizer, len(batches), learn, config.checkpoint.stage_every)
+    stage = Stage("sft", folder, policy, record, optimizer, len(batches), learn, config.checkpoint.stage_every)
     stage.run()
     if test:
         metrics["test_nll_after"] = mean_nll(policy, cache, test, settings.micro_batch_size)
-    save_role(folder / "model", policy, record_for(config, "policy"))
+    save_role(folder / "model", policy, record)
     return metrics

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.algorithms.kl import adapt_kl_coef
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.metrics import check_row
@@ -32,7 +31,7 @@ from fourfold.training.preflight import Preflight, preflight
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
 from fourfold.training.state import Progress, collect, restore
-from fourfold.training.update import Learned, Learner, update
+from fourfold.training.update import Learner, update
 
 StepCallback = Callable[[int, dict[str, float]], None]
 
@@ -71,32 +70,42 @@ class Trainer:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
         fresh = self.progress.step == 0
         rollout, activations = self.sampler.generate(self.prompts.batch(self.progress.step), policy_version=0)
-        rows = torch.arange(min(len(rollout.sequences), self.config.ppo.micro_batch_size), device=rollout.sequences.device)
+        rows = torch.arange(
+            min(len(rollout.sequences), self.config.ppo.micro_batch_size), device=rollout.sequences.device
+        )
         rollout, activations = rollout.select(rows), activations.select(rows)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
             shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored.scores[valid]))
             set_new_head_bias(self.models.critic, float(shape_scores(scored, self.config.ppo, shaping)[valid].mean()))
-        return preflight(
-            self.models, scored, activations, temperature=self.config.sampling.temperature, fresh=fresh
-        )
+        return preflight(self.models, scored, activations, temperature=self.config.sampling.temperature, fresh=fresh)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
         steps = self.config.ppo.steps
         with StopRequest() as stop:
             while self.progress.step < steps:
-                row = self.step()
-                self._log(row, "ppo_step")
-                for callback in self.callbacks:
-                    callback(self.progress.step, row)
-                best = self._evaluate_if_due()
+                best = self._advance()
                 finished = self.progress.step == steps
                 # Rows are logged before the checkpoint: resuming drops rows after it, so none is lost or doubled.
                 if best or finished or stop.requested or self.progress.step % self.config.checkpoint.every == 0:
                     self.save(is_best=best)
                 if stop.requested and not finished:
-                    raise Interrupted(f"stopped after step {self.progress.step} of {steps}; the same command goes on from there")
+                    raise Interrupted(
+                        f"stopped after step {self.progress.step} of {steps}; the same command goes on from there"
+                    )
+
+    def _advance(self) -> bool:
+        """A step, its row, and an evaluation where one is due; True when that is the best so far."""
+        step = self.progress.step + 1
+        try:
+            row = self.step()
+            self._log(row, "ppo_step")
+            for callback in self.callbacks:
+                callback(step, row)
+            return self._evaluate_if_due()
+        except RunFailed as error:
+            raise RunFailed(f"step {step}: {error}") from error
 
     def step(self) -> dict[str, float]:
         """One rollout: generate, score, estimate advantages, learn."""
@@ -119,17 +128,17 @@ class Trainer:
                 seed=row_seed("update", self.config.seed, step),
                 train_actor=step >= self.config.critic.warmup_rollouts,
             )
-        self._advance(scored, learned)
+        self.progress.count(scored, int(learned.metrics["actor_optimizer_steps"]), settings)
         return training_row(
             self.progress,
             experience,
             scored,
+            valid,
             learned.metrics,
             self.accountant.step(rollout, learned.actor, learned.critic, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
             kl_coef=shaping.kl_coef,
             shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
-            invalid_scores=int((~valid).sum()),
         )
 
     def _score(self, rollout: Rollout, activations: Activations) -> tuple[ScoredRollout, Tensor]:
@@ -144,22 +153,6 @@ class Trainer:
             kl_estimator=self.config.ppo.kl_estimator,
             micro_batch_size=self.config.ppo.micro_batch_size,
         )
-
-    def _advance(self, scored: ScoredRollout, learned: Learned) -> None:
-        progress, settings = self.progress, self.config.ppo
-        progress.step += 1
-        progress.episodes += settings.rollout_batch_size
-        progress.tokens += int(scored.lengths.sum())
-        progress.optimizer_steps += int(learned.metrics["actor_optimizer_steps"])
-        if settings.kl_controller == "adaptive":
-            kl = float(torch.where(scored.response_mask, scored.kl, 0.0).sum(dim=1).mean())
-            progress.kl_coef = adapt_kl_coef(
-                progress.kl_coef,
-                kl,
-                target=settings.kl_target,
-                horizon=settings.kl_horizon,
-                num_sequences=len(scored.sequences),
-            )
 
     def evaluate(self) -> Evaluation:
         """Held-out prompts under the actor as it is now, always with the same random numbers."""
@@ -181,21 +174,15 @@ class Trainer:
         self.last_evaluation = self.evaluate()
         metrics = self.last_evaluation.metrics
         self._log({**counters(self.progress), **metrics}, "evaluation")
-        value, best = metrics.get(self.config.checkpoint.best_metric), self.progress.best_metric
-        if value is None:
-            return False
-        better = best is None or (value > best if self.config.checkpoint.best_mode == "max" else value < best)
-        if better:
-            self.progress.best_metric = value
-        return better
+        return self.progress.is_best(metrics[self.config.checkpoint.best_metric], self.config.checkpoint.best_mode)
 
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint, after making sure that nothing frozen has moved."""
         with self.meter.phase("save"):
             if self.models.frozen_checksum() != self._frozen:
                 raise RunFailed(
-                    f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they must "
-                    "never do; nothing was saved, the checkpoint before is intact"
+                    f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
+                    "must never do; nothing was saved, the checkpoint before is intact"
                 )
             tensors, state = collect(self.models, self.learner, self.progress)
             self.store.save(self.progress.step, tensors, state, is_best=is_best)

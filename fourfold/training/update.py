@@ -126,9 +126,7 @@ def _actor_step(
     for micro in mini.split(settings.micro_batch_size):
         part = experience.select(micro)
         mask = part.response_mask
-        log_probs, entropy = learner.actor.log_probs(
-            activations.select(micro), part, temperature, with_entropy=True
-        )
+        log_probs, entropy = learner.actor.log_probs(activations.select(micro), part, temperature, with_entropy=True)
         loss = policy_loss(
             log_probs,
             part.log_probs,

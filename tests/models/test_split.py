@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from tiny import FAMILIES, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, OPTConfig, PreTrainedModel
 
 from fourfold.algorithms.masking import position_ids
 from fourfold.models.split import LAYOUTS, Part, cut, layout_of, verify_split
-from tiny import FAMILIES, tiny_model
 
 LAYERS = 4
 # Left padding of 3, none, and 1 beside right padding of 2.
@@ -120,7 +120,9 @@ def test_padding_moves_no_log_prob(family: str) -> None:
         return torch.log_softmax(model.get_output_embeddings()(hidden), dim=-1)[[0, 1, 2], [6, 7, 8]]
 
     alone = log_probs(0, 0, 0)
-    torch.testing.assert_close(alone, torch.log_softmax(model(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)[[0, 1, 2], [6, 7, 8]])
+    torch.testing.assert_close(
+        alone, torch.log_softmax(model(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)[[0, 1, 2], [6, 7, 8]]
+    )
     for left, right, pad in [(5, 0, 0), (0, 3, 0), (5, 3, 0), (5, 0, 8)]:
         torch.testing.assert_close(log_probs(left, right, pad), alone, rtol=0, atol=1e-5)
 
@@ -198,9 +200,7 @@ def test_dropout_is_0_in_every_part_whatever_the_config_says(family: str) -> Non
     model.train()
     assert not torch.equal(model(IDS).logits, model(IDS).logits), "the family has no dropout: nothing is tested"
     trunk, branch = halves(model, 2)
-    torch.testing.assert_close(
-        branch.train()(trunk.train()(IDS, MASK), MASK)[MASK], expected, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(branch.train()(trunk.train()(IDS, MASK), MASK)[MASK], expected, rtol=1e-5, atol=1e-5)
     assert not any(module.p for part in (trunk, branch) for module in part.modules() if isinstance(module, nn.Dropout))
 
 

