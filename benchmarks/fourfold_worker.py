@@ -23,7 +23,7 @@ from fourfold.training.pipeline import prepare
 from fourfold.training.ppo import build_trainer, reward_source
 
 
-def settings(args, folder: Path) -> RunConfig:  # noqa: ANN001 - argparse.Namespace of worker_parser
+def settings(args, folder: Path) -> RunConfig:
     """The configuration that does the work of the arguments."""
     micro = args.micro_batch or args.batch
     tree = {
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, float]]) -> WorkerReport:  # noqa: ANN001
+def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, float]]) -> WorkerReport:
     """The rows as the comparison wants them."""
     steady = rows[1:]
     trained = {"actor": models.actor, "critic": models.critic}

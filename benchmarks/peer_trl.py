@@ -56,10 +56,13 @@ SIDES = (
     Side("TRL float32", "trl", "float32"),
     Side("TRL bfloat16", "trl", "bfloat16"),
     Side("Fourfold separate float32", "fourfold", "float32", ("--sharing", "none")),
+    # The default where the processor does not multiply bfloat16 itself (docs/decisions/0003).
+    Side("Fourfold trunk float32", "fourfold", "float32", ("--sharing", "trunk")),
     Side("Fourfold trunk bfloat16", "fourfold", "bfloat16", ("--sharing", "trunk")),
 )
 COMPARISONS = (
     Comparison("Fourfold separate float32", "TRL float32", "<= 1.0", "<= 0.8"),
+    Comparison("Fourfold trunk float32", "TRL float32", None, None),
     Comparison("Fourfold trunk bfloat16", "TRL float32", "<= 0.125", "<= 0.25"),
     Comparison("Fourfold trunk bfloat16", "TRL bfloat16", None, None),
 )

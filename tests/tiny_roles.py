@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import PAD, VOCABULARY, tiny_directory
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +16,7 @@ from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Activations, Policy
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch
+from tiny import PAD, VOCABULARY, tiny_directory
 
 MODES = ("trunk", "none")
 

@@ -9,9 +9,9 @@ import os
 import tarfile
 
 import pytest
-from tiny import sentences
 
 from fourfold.data import reviews
+from tiny import sentences
 
 
 def tar(members: dict[str, bytes]) -> bytes:

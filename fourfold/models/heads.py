@@ -9,6 +9,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from fourfold.algorithms.log_probs import fused_full_kl, fused_log_probs
+from fourfold.models.products import linear_few_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ class LanguageHead(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
         """Float32 logits of a few positions (sampling); training uses `log_probs`."""
         bias = None if self.bias is None else self.bias.to(compute_dtype)
-        out = nn.functional.linear(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()
+        out = linear_few_rows(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()
         return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
 
     def log_probs(

@@ -21,6 +21,7 @@ from torch import nn
 from fourfold.config.schema import RunConfig
 from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.models.heads import LanguageHead
+from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.split import Part, cut, layout_of, verify_split
 
@@ -193,6 +194,9 @@ def load_base(config: RunConfig) -> Base:
     eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
     pad = tokenizer.pad_token_id
     policy = Policy(branch, LanguageHead.of(model)).to(device)
+    for part in (policy.branch, trunk):
+        if part is not None:
+            prepare_for_decoding(part)
     return Base(
         tokenizer=tokenizer,
         config=model.config,

@@ -82,30 +82,28 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], say: Say) 
         base = load_base(config)
     needed = config.model_copy(update={"stages": tuple(todo)})
     inputs = read_inputs(needed, base, say)
-    cache = TextCache(base)
     if "sft" in todo:
         _stage(
             folder,
             meter,
             "sft",
-            lambda: train_sft(config, base, cache, inputs.texts, inputs.texts_test, folder.stage("sft")),
+            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft")),
         )
     if "reward" in todo:
-        _stage(folder, meter, "reward", lambda: _reward(config, base, cache, inputs, folder))
-    del cache
+        _stage(folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
     if "ppo" in todo:
         stores = Stores(_sft_model(folder), _reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
 
 
-def _reward(config: RunConfig, base: Base, cache: TextCache, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
+def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
     if config.reward.source != "train":
         return {"source": config.reward.source}
     return train_reward(
         config,
         base,
-        cache,
+        TextCache(base),
         inputs.pairs,
         inputs.pairs_test,
         inputs.texts,

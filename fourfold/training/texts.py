@@ -19,7 +19,10 @@ TRUNK_TOKENS = 4096
 
 
 class TextCache:
-    """Activations of whole texts below the branches: computed once a text, used by every epoch and stage.
+    """Activations of whole texts below the branches: computed once a text, used by every epoch of a stage.
+
+    Each stage fills a cache of its own: which texts share a pass through the trunk then depends on the stage's data
+    alone, not on what an earlier stage of the same process has left, and a resumed run stays equal bit for bit.
 
     Without a trunk there is nothing to cache and the token ids themselves are the input.
     """

@@ -53,7 +53,7 @@ def test_figures_are_medians_and_ratios_of_medians_with_targets() -> None:
 
 def test_every_comparison_names_sides_that_exist() -> None:
     every = {side.name: runs(1.0) for side in SIDES}
-    assert sum(figure.against is not None for figure in figures(every, batch=16)) == 6
+    assert sum(figure.against is not None for figure in figures(every, batch=16)) == 8
 
 
 def test_a_result_keeps_what_is_trained_and_every_update() -> None:

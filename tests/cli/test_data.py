@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_sdist import digest, miniature, no_index
 
 from fourfold.cli.main import main
 from fourfold.data import reviews
+from tiny_sdist import digest, miniature, no_index
 
 
 def test_makes_the_files_from_a_source_distribution(

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import sentences
 
 from fourfold.config.schema import DatasetSection
 from fourfold.data.records import (
@@ -27,6 +26,7 @@ from fourfold.data.records import (
     read_prompts,
     read_texts,
 )
+from tiny import sentences
 
 ASK = {"role": "user", "content": "how was it"}
 SAY = {"role": "assistant", "content": "it was a gift"}

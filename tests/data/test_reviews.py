@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_sdist import digest, miniature, no_index, snippets
 
 from fourfold.data import reviews
 from fourfold.errors import RunFailed
 from fourfold.files import write_atomically
+from tiny_sdist import digest, miniature, no_index, snippets
 
 
 def build(archive: bytes) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import BOS, EOS, UNK, sentences, tiny_tokenizer
 from tokenizers import processors
 
 from fourfold.data.records import Message, PairRecord, PromptRecord, TextRecord
@@ -20,6 +19,7 @@ from fourfold.data.tokenize import (
     encode_text,
     encode_texts,
 )
+from tiny import BOS, EOS, UNK, sentences, tiny_tokenizer
 
 PLAIN = tiny_tokenizer(pad_is_eos=True)
 WITH_BOS = tiny_tokenizer(pad_is_eos=False, bos=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_directory
-from tiny_roles import MODES, activations_of, tiny_base, tiny_config, tiny_rollout
 from torch import nn
 
 from fourfold.models.assembly import FourModels, assemble, record_for, set_new_head_bias
 from fourfold.models.loading import Base
 from fourfold.models.roles import Policy, Scorer, checksum
 from fourfold.models.storage import save_role
+from tiny import tiny_directory
+from tiny_roles import MODES, activations_of, tiny_base, tiny_config, tiny_rollout
 
 
 def shaken(role: Policy | Scorer, seed: int, *, head: bool) -> Policy | Scorer:

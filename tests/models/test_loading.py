@@ -6,13 +6,12 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import BOS, EOS, FAMILIES, PAD, UNK, tiny_directory, tiny_model, tiny_tokenizer
-from tiny_roles import activations_of, oracle_log_probs, tiny_base, tiny_config, tiny_rollout
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from fourfold.models.loading import (
@@ -23,9 +22,11 @@ from fourfold.models.loading import (
     load_causal_lm,
     resolve_model,
 )
+from tiny import BOS, EOS, FAMILIES, PAD, UNK, tiny_directory, tiny_model, tiny_tokenizer
+from tiny_roles import activations_of, oracle_log_probs, tiny_base, tiny_config, tiny_rollout
 
 
-def load(path: Path | str, cache: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
+def load(path: Path | str, cache: Path) -> tuple[Any, PreTrainedTokenizerFast]:
     return load_causal_lm(str(path), cache, torch.float32)
 
 
@@ -101,16 +102,14 @@ def test_positions_that_are_learned_are_a_limit(tmp_path: Path) -> None:
     """FAULTS L5 (its kind): a length that the model cannot hold is said before anything is sampled."""
     tiny_directory(tmp_path / "gpt2", "gpt2")
     tiny_directory(tmp_path / "llama", "llama")
-    for fitting in ({"data__max_prompt_tokens": 100, "sampling__max_new_tokens": 28}, {"data__max_text_tokens": 500}):
-        load_base(_with_prompts(tmp_path / "gpt2", **fitting))
-    long = {"data__max_prompt_tokens": 100, "sampling__max_new_tokens": 29}
+    enough: dict[str, Any] = {"data__max_prompt_tokens": 100, "sampling__max_new_tokens": 28}
+    long_texts: dict[str, Any] = {"data__max_text_tokens": 500}
+    for fitting in (enough, long_texts):  # no stage of the run reads texts
+        load_base(tiny_config(tmp_path / "gpt2", **fitting))
+    long: dict[str, Any] = {"data__max_prompt_tokens": 100, "sampling__max_new_tokens": 29}
     with pytest.raises(ValueError, match=r"max_prompt_tokens \+ sampling.max_new_tokens = 129: .* 128 positions"):
-        load_base(_with_prompts(tmp_path / "gpt2", **long))
-    load_base(_with_prompts(tmp_path / "llama", **long))  # rotary positions go on
-
-
-def _with_prompts(path: Path, **settings: int):
-    return tiny_config(path, data__prompts={"path": "prompts.jsonl"}, **settings)
+        load_base(tiny_config(tmp_path / "gpt2", **long))
+    load_base(tiny_config(tmp_path / "llama", **long))  # rotary positions go on
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
@@ -250,7 +249,9 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
         for projection, count in heads.items():
             if projection in name:  # GGUF interleaves the two halves of each head's rotary pairs
                 array = array.reshape(count, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), array)
+        its_name = names.get_name(name, try_suffixes=(".weight",))
+        assert its_name is not None, name
+        writer.add_tensor(its_name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import EOS, FAMILIES, tiny_directory, tiny_model
-from tiny_roles import MODES, activations_of, oracle_log_probs, tiny_base, tiny_config, tiny_rollout
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from fourfold.batch import Rollout
 from fourfold.models.assembly import FourModels, assemble, record_for
@@ -28,12 +27,14 @@ from fourfold.models.roles import (
 )
 from fourfold.models.split import Part, cut
 from fourfold.models.storage import save_role
+from tiny import EOS, FAMILIES, tiny_directory, tiny_model
+from tiny_roles import MODES, activations_of, oracle_log_probs, tiny_base, tiny_config, tiny_rollout
 
 LENGTHS = [(3, 4), (6, 1), (1, 5), (4, 2)]
 LAST_CUT = 3
 
 
-def whole(base_path: Path) -> PreTrainedModel:
+def whole(base_path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base_path)
 
 
@@ -49,11 +50,12 @@ def column_scorer() -> Scorer:
     """A scorer whose value at a position is the first number of its activation: its layers add nothing."""
     model = tiny_model("gpt2")
     branch = cut(model, 2, 4, compute_dtype=torch.float32)
-    for block in branch.body.h:
+    body: Any = branch.body
+    for block in body.h:
         for projection in (block.attn.c_proj, block.mlp.c_proj):
             nn.init.zeros_(projection.weight)
             nn.init.zeros_(projection.bias)
-    branch.body.ln_f = nn.Identity()
+    body.ln_f = nn.Identity()
     head = ScalarHead(32)
     head.linear.weight.data[0, 0] = 1.0
     return Scorer(branch, head)
@@ -229,7 +231,8 @@ def test_the_checksum_notices_one_changed_bit(dtype: torch.dtype) -> None:
     part = cut(tiny_model("gpt2"), 0, 2, compute_dtype=dtype).to(dtype)
     before = checksum([part])
     assert checksum([copy.deepcopy(part)]) == before
-    weight = part.body.h[1].mlp.c_fc.weight.data
+    body: Any = part.body
+    weight = body.h[1].mlp.c_fc.weight.data
     bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
     bits[3, 5] ^= 1
     assert checksum([part]) != before

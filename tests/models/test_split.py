@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, OPTConfig, PreTrainedModel
 
 from fourfold.algorithms.masking import position_ids
 from fourfold.models.split import LAYOUTS, Part, cut, layout_of, verify_split
+from tiny import FAMILIES, tiny_model
 
 LAYERS = 4
 # Left padding of 3, none, and 1 beside right padding of 2.
@@ -109,7 +110,7 @@ def test_caches_step_by_step_equal_one_pass(name: str) -> None:
 @torch.no_grad()
 def test_padding_moves_no_log_prob(family: str) -> None:
     """FAULTS A3, A6: [5, 6, 7, 8] alone, with 5 pads on the left, with 3 on the right, with both."""
-    model = tiny_model(family)
+    model: Any = tiny_model(family)
     trunk, branch = halves(model, 2)
 
     def log_probs(left: int, right: int, pad: int) -> Tensor:
@@ -152,35 +153,35 @@ def test_a_bad_cut_is_refused(start: int, stop: int) -> None:
         cut(tiny_model("llama"), start, stop, compute_dtype=torch.float32)
 
 
-def _swap_layers(branch: Part) -> None:
-    branch.body.layers = nn.ModuleList(reversed(list(branch.body.layers)))
+def _swap_layers(body: Any) -> None:
+    body.layers = nn.ModuleList(reversed(list(body.layers)))
 
 
-def _drop_the_norm(branch: Part) -> None:
-    branch.body.norm = nn.Identity()
-
-
-@torch.no_grad()
-def _change_one_weight(branch: Part) -> None:
-    branch.body.layers[1].mlp.down_proj.weight[0, 0] += 0.1
+def _drop_the_norm(body: Any) -> None:
+    body.norm = nn.Identity()
 
 
 @torch.no_grad()
-def _make_nan(branch: Part) -> None:
-    branch.body.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+def _change_one_weight(body: Any) -> None:
+    body.layers[1].mlp.down_proj.weight[0, 0] += 0.1
+
+
+@torch.no_grad()
+def _make_nan(body: Any) -> None:
+    body.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
 
 
 @pytest.mark.parametrize("damage", [_swap_layers, _drop_the_norm, _change_one_weight, _make_nan])
 def test_a_branch_that_differs_from_the_model_is_noticed(damage) -> None:
     model = tiny_model("llama")
     trunk, branch = halves(model, 2)
-    damage(branch)
+    damage(branch.body)
     with pytest.raises(ValueError, match=r"'llama' cannot be split after layer 2.*sharing.mode"):
         verify_split(model, trunk, branch, tolerance=1e-5)
 
 
 def test_verifying_leaves_the_mode_of_the_model_alone() -> None:
-    model = tiny_model("gpt2").train()
+    model: Any = tiny_model("gpt2").train()
     trunk, branch = halves(model, 2)
     verify_split(model, trunk, branch, tolerance=1e-5)
     assert model.transformer.training

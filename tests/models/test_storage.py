@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, tiny_model
 
 from fourfold.models.heads import LanguageHead
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, scorer_on
 from fourfold.models.split import cut
 from fourfold.models.storage import RECORD, TENSORS, RoleRecord, load_own_tensors, load_role, own_tensors, save_role
+from tiny import FAMILIES, tiny_model
 
 TRUNK = RoleRecord("policy", "some/model", "trunk", 2)
 NONE = RoleRecord("policy", "some/model", "none", 0)
@@ -55,7 +55,7 @@ def test_a_tied_tensor_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
     save_role(tmp_path, stored, NONE)
     assert "head.weight" not in load_file(tmp_path / TENSORS)
     load_role(tmp_path, loaded, NONE)
-    assert loaded.head.weight is loaded.branch.body.wte.weight
+    assert loaded.head.weight is loaded.branch.body.get_parameter("wte.weight")
     assert torch.equal(loaded.head.weight, stored.head.weight)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_roles import MODES, oracle_log_probs, random_prompts, tiny_base, tiny_rollout, tiny_sampler
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +18,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, Scorer, copy_policy, freeze, scorer_on
 from fourfold.scoring.pipeline import learnable, score
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
+from tiny_roles import MODES, oracle_log_probs, random_prompts, tiny_base, tiny_rollout, tiny_sampler
 
 LENGTHS = [(3, 4), (6, 1), (1, 5), (4, 2), (2, 5)]
 

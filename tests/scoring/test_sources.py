@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import BOS, EOS, tiny_model, tiny_tokenizer
-from tiny_roles import tiny_rollout
 
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
@@ -19,6 +17,8 @@ from fourfold.models.heads import LanguageHead
 from fourfold.models.roles import Activations, Policy, Scorer, scorer_on
 from fourfold.models.split import cut
 from fourfold.scoring.sources import FunctionReward, ModelReward, texts_of
+from tiny import BOS, EOS, tiny_model, tiny_tokenizer
+from tiny_roles import tiny_rollout
 
 TOKENIZER = tiny_tokenizer(pad_is_eos=False)
 PROMPTS = ["the plot", "a long, slow film is", "i"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import signal
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +16,14 @@ import torch
 from fourfold.batch import Experience
 from fourfold.config import RunConfig, dump_toml
 from fourfold.config.loading import parse_config
+from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import FourModels, assemble
 from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Activations
 from fourfold.scoring.pipeline import score
 from fourfold.scoring.sources import FunctionReward, RewardSource
+from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.experience import Shaping, estimate_advantages
 from fourfold.training.inputs import read_inputs
 from fourfold.training.pipeline import prepare, run_stages
@@ -230,3 +235,51 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def function_reward(base: Base, function: Any) -> FunctionReward:
     """A Python function as the source of scores."""
     return FunctionReward(function, base.tokenizer, retries=0)
+
+
+INTERRUPT = "INTERRUPT_AT_CALL"
+_calls = 0
+
+
+def pays_and_interrupts(prompts: list[str], responses: list[str]) -> list[float]:
+    """As `pays_by_hash`; the call that the environment names ('5:SIGTERM') sends this process the signal."""
+    global _calls
+    _calls += 1
+    number, _, name = os.environ.get(INTERRUPT, "0:").partition(":")
+    if _calls == int(number):
+        signal.raise_signal(signal.Signals[name])
+    return pays_by_hash(prompts, responses)
+
+
+def interrupt_at(call: int, name: str) -> None:
+    """From now on the given call of `pays_and_interrupts` is interrupted; 0 is none."""
+    global _calls
+    _calls = 0
+    os.environ[INTERRUPT] = f"{call}:{name}"
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """Everything that must not depend on interruptions: tensors of the last checkpoint, its state, rows, evaluations."""
+    checkpoint = CheckpointStore(output / "ppo" / "checkpoints", keep_last=1).latest()
+    assert checkpoint is not None and checkpoint.groups
+    found: dict[str, Any] = {
+        f"{group}/{name}": (str(tensor.dtype), tensor.tolist())
+        for group in checkpoint.groups
+        for name, tensor in checkpoint.tensors(group).items()
+    }
+    found |= {"state": checkpoint.state, "step": checkpoint.step, "rows": deterministic(output / "ppo" / "metrics.jsonl")}
+    for stage in ("sft", "reward", "ppo"):
+        done = output / stage / "done.json"
+        found[stage] = json.loads(done.read_text())["metrics"] if done.is_file() else None
+        for file in sorted((output / stage / "model").glob("*.safetensors")):
+            found[f"{stage}/{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def deterministic(path: Path) -> list[dict[str, float]]:
+    """Rows of metrics without what a clock or the system's memory says."""
+    return [{key: value for key, value in row.items() if not _measured(key)} for row in read_jsonl(path)]
+
+
+def _measured(name: str) -> bool:
+    return name.endswith(("_seconds", "_peak_bytes")) or name == "tokens_per_second"

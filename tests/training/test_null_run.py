@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.runs import SHARINGS, by_function, give_value_head, make_config, make_trainer, merged, settings, steps_of, weights_of
+from training.runs import (
+    SHARINGS,
+    by_function,
+    give_value_head,
+    make_config,
+    make_trainer,
+    merged,
+    settings,
+    steps_of,
+    weights_of,
+)
 
 # sampling.batch_size, mini_batch_size, micro_batch_size of a rollout of 6.
 SIZES = [(0, 6, 6), (4, 3, 3), (1, 6, 2), (6, 2, 1)]

@@ -15,7 +15,16 @@ from fourfold.models.split import layout_of
 from fourfold.training.trainer import Trainer
 from fourfold.training.update import Learned, Learner, update
 from tiny import tiny_model
-from training.runs import SHARINGS, by_function, give_value_head, make_config, make_experience, make_trainer, merged, settings
+from training.runs import (
+    SHARINGS,
+    by_function,
+    give_value_head,
+    make_config,
+    make_experience,
+    make_trainer,
+    merged,
+    settings,
+)
 
 LAYERS, OWN = 4, 2
 PPO = {
@@ -81,7 +90,9 @@ def test_one_update_of_both_roles_is_the_same(tmp_path: Path, family: str) -> No
     assert learned.metrics == pytest.approx(whole_learned.metrics, rel=1e-4, abs=1e-5)
     for (role, other), before in zip(roles, start, strict=True):
         moved = 0.0
-        for (name, module), (_, other_module) in zip(upper_layers(role, family), upper_layers(other, family), strict=True):
+        for (name, module), (_, other_module) in zip(
+            upper_layers(role, family), upper_layers(other, family), strict=True
+        ):
             for key, tensor in _weights(module).items():
                 torch.testing.assert_close(tensor, _weights(other_module)[key], rtol=0, atol=1e-5)
                 moved = max(moved, float((tensor - before[name][key]).abs().max()))
