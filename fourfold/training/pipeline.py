@@ -18,6 +18,7 @@ from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.loading import Base, device_of, load_base
+from fourfold.rollout.sampler import row_seed
 from fourfold.training.folder import SUMMARY, RunFolder
 from fourfold.training.inputs import Inputs, read_inputs
 from fourfold.training.ppo import Stores, train_ppo
@@ -36,17 +37,22 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def prepare(config: RunConfig) -> RunConfig:
-    """Check everything that can be checked before a model is loaded, and set threads and seeds."""
+    """Check everything that can be checked before a model is loaded, and set threads and seed."""
     check_paths(config)
     check_packages(config)
     _check_best_metric(config)
     config = resolve(config)
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
-    random.seed(config.seed)
-    numpy.random.seed(config.seed % 2**32)
-    torch.manual_seed(config.seed)
+    _seed_all(config.seed)
     return config
+
+
+def _seed_all(seed: int) -> None:
+    """Global generators: the program draws from its own, but a reward function may use them."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _check_best_metric(config: RunConfig) -> None:
@@ -84,17 +90,18 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], say: Say) 
     inputs = read_inputs(needed, base, say)
     if "sft" in todo:
         _stage(
+            config,
             folder,
             meter,
             "sft",
             lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft")),
         )
     if "reward" in todo:
-        _stage(folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
+        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
     if "ppo" in todo:
         stores = Stores(_sft_model(folder), _reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
-        _stage(folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
+        _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
 
 
 def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
@@ -112,7 +119,10 @@ def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) ->
     )
 
 
-def _stage(folder: RunFolder, meter: PhaseMeter, name: str, work: Callable[[], dict[str, Any]]) -> None:
+def _stage(
+    config: RunConfig, folder: RunFolder, meter: PhaseMeter, name: str, work: Callable[[], dict[str, Any]]
+) -> None:
+    _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
     started = time.perf_counter()
     with meter.phase(name):
         metrics = work()

@@ -24,7 +24,7 @@ from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
 from fourfold.scoring.pipeline import learnable, score
 from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
-from fourfold.training.checkpoint import CheckpointStore
+from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
 from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
 from fourfold.training.preflight import Preflight, preflight
@@ -68,7 +68,7 @@ class Trainer:
 
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
-        fresh = self.progress.step == 0
+        fresh, random_state = self.progress.step == 0, rng_state()
         rollout, activations = self.sampler.generate(self.prompts.batch(self.progress.step), policy_version=0)
         rows = torch.arange(
             min(len(rollout.sequences), self.config.ppo.micro_batch_size), device=rollout.sequences.device
@@ -76,8 +76,10 @@ class Trainer:
         rollout, activations = rollout.select(rows), activations.select(rows)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
-            shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored.scores[valid]))
-            set_new_head_bias(self.models.critic, float(shape_scores(scored, self.config.ppo, shaping)[valid].mean()))
+            scored_well = scored.select(valid.nonzero()[:, 0])
+            shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
+            set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
+        restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
         return preflight(self.models, scored, activations, temperature=self.config.sampling.temperature, fresh=fresh)
 
     def run(self) -> None:
@@ -160,8 +162,9 @@ class Trainer:
             raise ValueError("no held-out prompts: give data.prompts_test")
         rollout, activations = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
         scored, valid = self._score(rollout, activations)
-        rows = valid.nonzero()[:, 0]
-        scored = scored.select(rows)
+        if not bool(valid.any()):
+            raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
+        scored = scored.select(valid.nonzero()[:, 0])
         prompts, responses = texts_of(scored, self.models.base.tokenizer)
         return summarise(scored, prompts, responses, self.judge)
 

@@ -15,12 +15,15 @@ from typing import Any
 from fourfold.backends.local import LocalOptimizer
 from fourfold.config import load_config
 from fourfold.diagnostics.trackers import JsonlTracker
+from fourfold.models.loading import load_base
 from fourfold.training import checkpoint, folder, pipeline, ppo, reward_model, supervised
 
 Prepare = Callable[[], None]
 
 
-def kill_when(owner: Any, name: str, is_moment: Callable[..., bool], *, count: int = 1, before: bool = False) -> Prepare:
+def kill_when(
+    owner: Any, name: str, is_moment: Callable[..., bool], *, count: int = 1, before: bool = False
+) -> Prepare:
     """End this process, as the system would, at the call number `count` for which `is_moment(*arguments)`."""
 
     def prepare() -> None:
@@ -47,7 +50,7 @@ def optimizer_of(role: str) -> Callable[..., bool]:
 
 
 def saves_of(stage: str) -> Callable[..., bool]:
-    return lambda store, *_: store.root.parent.name == stage
+    return lambda store, *_, **__: store.root.parent.name == stage
 
 
 def any_save(*_: Any) -> bool:
@@ -98,6 +101,7 @@ def run_in_child(config_path: str, prepare: Prepare) -> int:
 
 def main(config_path: str) -> None:
     """All moments, then the rest of the run."""
+    load_base(pipeline.prepare(load_config(config_path)))  # so that no child has to import the models' code anew
     for name, prepare in MOMENTS.items():
         status = run_in_child(config_path, prepare)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{name}: ended with status {status}"

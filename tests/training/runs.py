@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from fourfold.batch import Experience
@@ -242,13 +244,17 @@ _calls = 0
 
 
 def pays_and_interrupts(prompts: list[str], responses: list[str]) -> list[float]:
-    """As `pays_by_hash`; the call that the environment names ('5:SIGTERM') sends this process the signal."""
+    """As `pays_by_hash`, with noise; the call that the environment names ('5:SIGTERM') sends this process the signal.
+
+    The noise comes from the global generators, as it may in a user's function.
+    """
     global _calls
     _calls += 1
     number, _, name = os.environ.get(INTERRUPT, "0:").partition(":")
     if _calls == int(number):
         signal.raise_signal(signal.Signals[name])
-    return pays_by_hash(prompts, responses)
+    noise = 0.01 * (random.random() + numpy.random.random() + float(torch.rand(())))
+    return [number + noise for number in pays_by_hash(prompts, responses)]
 
 
 def interrupt_at(call: int, name: str) -> None:
@@ -267,7 +273,11 @@ def outcome(output: Path) -> dict[str, Any]:
         for group in checkpoint.groups
         for name, tensor in checkpoint.tensors(group).items()
     }
-    found |= {"state": checkpoint.state, "step": checkpoint.step, "rows": deterministic(output / "ppo" / "metrics.jsonl")}
+    found |= {
+        "state": checkpoint.state,
+        "step": checkpoint.step,
+        "rows": deterministic(output / "ppo" / "metrics.jsonl"),
+    }
     for stage in ("sft", "reward", "ppo"):
         done = output / stage / "done.json"
         found[stage] = json.loads(done.read_text())["metrics"] if done.is_file() else None

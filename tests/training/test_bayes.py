@@ -58,7 +58,8 @@ def probabilities(trainer: Trainer, prompt: list[int]) -> torch.Tensor:
 
 def _probability(logits: torch.Tensor, start: int, response: tuple[int, ...]) -> float:
     log_probs = logits.double().log_softmax(-1)
-    return float(sum(log_probs[start - 1 + t, token] for t, token in enumerate(response)).exp())
+    chosen = [log_probs[start - 1 + t, token] for t, token in enumerate(response)]
+    return float(torch.stack(chosen).sum().exp())
 
 
 def posterior(model: Path, prompt: list[int]) -> torch.Tensor:

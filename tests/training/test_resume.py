@@ -19,7 +19,6 @@ from training.runs import (
     interrupt_at,
     merged,
     outcome,
-    pays_by_hash,
     run,
     settings,
     write_config,
@@ -171,7 +170,11 @@ def test_a_run_does_not_go_on_with_another_reference(tmp_path: Path, monkeypatch
 
 def test_every_checkpoint_of_the_reward_stage_is_a_reward_model(tmp_path: Path) -> None:
     """FAULTS E3: head and all; the last one scores as the model that the stage stored."""
-    run(settings(tmp_path, {"stages": ["sft", "reward"], "reward": {"standardise": False}, "checkpoint": {"stage_every": 3}}))
+    run(
+        settings(
+            tmp_path, {"stages": ["sft", "reward"], "reward": {"standardise": False}, "checkpoint": {"stage_every": 3}}
+        )
+    )
     stored = tmp_path / "run" / "reward"
     folders = [*sorted((stored / "checkpoints").glob("step-*")), stored / "model"]
     assert [folder.name for folder in folders] == ["step-00000003", "step-00000004", "model"]
@@ -189,11 +192,3 @@ def test_every_checkpoint_of_the_reward_stage_is_a_reward_model(tmp_path: Path) 
     with pytest.raises(ValueError, match="made with kind = 'policy', this run has 'scorer'"):
         sft = str(tmp_path / "run" / "sft" / "checkpoints" / "step-00000004")
         run(settings(tmp_path, merged(changes, {"output": str(tmp_path / "other"), "reward": {"checkpoint": sft}})))
-
-
-def test_the_signals_come_from_the_function() -> None:
-    """The helper pays what the plain function pays."""
-    interrupt_at(0, "")
-    from training.runs import pays_and_interrupts
-
-    assert pays_and_interrupts(["a"], ["b"]) == pays_by_hash(["a"], ["b"])

@@ -31,7 +31,7 @@ PPO = {
     "rollout_batch_size": 12, "mini_batch_size": 6, "micro_batch_size": 2, "num_epochs": 2, "entropy_coef": 0.01,
     "kl_coef": 0.0, "kl_loss_coef": 0.1, "value_clip_eps": 0.2,
 }  # fmt: skip
-# Adam divides by the root of the second moment: with its usual 1e-8, gradients of 0 but for rounding would count in full.
+# Adam divides by the root of the second moment: with the usual 1e-8, gradients that are 0 but for rounding would count.
 ADAM = {"learning_rate": 1e-2, "eps": 1e-4}
 
 
