@@ -265,7 +265,7 @@ def interrupt_at(call: int, name: str) -> None:
 
 
 def outcome(output: Path) -> dict[str, Any]:
-    """Everything that must not depend on interruptions: tensors of the last checkpoint, its state, rows, evaluations."""
+    """What must not depend on interruptions: tensors of the last checkpoint, its state, rows, evaluations."""
     checkpoint = CheckpointStore(output / "ppo" / "checkpoints", keep_last=1).latest()
     assert checkpoint is not None and checkpoint.groups
     found: dict[str, Any] = {
