@@ -1,0 +1,82 @@
+"""The example's figures: reads the summaries of finished runs of examples/reviews.toml and writes a result.
+
+`python -m benchmarks.reviews RUN [RUN ...]` takes the runs' folders; medians and spread are over the runs given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, versions, write_result
+from fourfold.training.folder import saved_config
+
+# What issue and README promise, as (figure, unit, target).
+CHANGES = (
+    ("judge_mean", "VADER compound, after - before", ">= 0.4"),
+    ("score_mean", "standard deviations of the sft texts' score, after - before", None),
+)
+AFTER = (
+    ("kl_per_sequence", "nats", "< 10"),
+    ("eos_share", "share", ">= 0.9"),
+    ("mean_length", "tokens", None),
+    ("ref_log_prob_per_token", "nats", None),
+)
+PACKAGES = ("torch", "transformers", "numpy")
+
+
+def figures(summaries: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Medians over the runs, with the range."""
+    found = []
+    for name, unit, target in CHANGES:
+        gains = [s["after"][name] - s["before"][name] for s in summaries]
+        found.append(_figure(f"{name}: gain on held-out prompts", gains, unit, target))
+    for name, unit, target in AFTER:
+        found.append(_figure(f"{name} after PPO", [s["after"][name] for s in summaries], unit, target))
+    kept = [s["after"]["distinct_2"] / s["before"]["distinct_2"] for s in summaries]
+    found.append(_figure("distinct_2: after / before", kept, "ratio", ">= 0.85"))
+    accuracy = [s["reward_model"]["pair_accuracy"] for s in summaries]
+    found.append(_figure("reward model: accuracy on held-out pairs of the example's length", accuracy, "share", None))
+    for phase in ("sft", "reward", "ppo"):
+        found.append(_figure(f"seconds of {phase}", [s["seconds"][phase] for s in summaries], "s", None))
+    stages = [sum(s["seconds"][phase] for phase in ("sft", "reward", "ppo")) for s in summaries]
+    found.append(_figure("seconds of the three stages", stages, "s", "< 300"))
+    peaks = [max(s["peak_bytes"].values()) / 2**20 for s in summaries]
+    found.append(_figure("peak resident memory", peaks, "MiB", None))
+    return found
+
+
+def _figure(name: str, values: Sequence[float], unit: str, target: str | None) -> Figure:
+    spread = (min(values), max(values))
+    return Figure(name=name, value=statistics.median(values), unit=unit, spread=spread, against=None, target=target)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the runs and write the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reviews", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    runs = parser.parse_args(arguments).runs
+    summaries = [json.loads((run / "summary.json").read_text(encoding="utf-8")) for run in runs]
+    configs = [saved_config(run).model_dump(mode="json", exclude={"output", "seed"}) for run in runs]
+    if any(config != configs[0] for config in configs):
+        parser.error("the runs have different settings; give runs that differ in seed and output only")
+    result = Result(
+        name="reviews",
+        date=today(),
+        hardware=hardware(),
+        versions=versions(PACKAGES),
+        commit=commit(),
+        config={**configs[0], "seeds": [summary["seed"] for summary in summaries]},
+        figures=tuple(figures(summaries)),
+    )
+    print(write_result(result).relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
