@@ -1,0 +1,29 @@
+"""The numbers of a whole run are those that were committed: a change that moves them does so knowingly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from training.golden import GOLDEN, golden_run
+
+# Kernels of other processors add in another order; on one machine the rows are equal bit for bit. The absolute part is
+# for numbers that are differences of nearly equal ones, such as KL.
+TOLERANCE = {"rel": 1e-4, "abs": 2e-5}
+
+
+def test_twenty_steps_give_the_committed_metrics(tmp_path: Path) -> None:
+    """`tests/training/golden.py` tells how to write the numbers anew."""
+    expected = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    found = golden_run(tmp_path)
+    assert len(found["rows"]) == len(expected["rows"]) == 20 + 4
+    for row, wanted in zip(found["rows"], expected["rows"], strict=True):
+        assert row.pop("kind") == wanted.pop("kind")
+        assert row.pop("kind") == wanted.pop("kind")
+        assert row == pytest.approx(wanted, **TOLERANCE)
+    for name in ("before", "after"):
+        assert found[name] == pytest.approx(expected[name], **TOLERANCE)
+    for stage in ("sft", "reward"):
+        assert found["stages"][stage] == pytest.approx(expected["stages"][stage], **TOLERANCE)
