@@ -21,7 +21,6 @@ def test_twenty_steps_give_the_committed_metrics(tmp_path: Path) -> None:
     assert len(found["rows"]) == len(expected["rows"]) == 20 + 4
     for row, wanted in zip(found["rows"], expected["rows"], strict=True):
         assert row.pop("kind") == wanted.pop("kind")
-        assert row.pop("kind") == wanted.pop("kind")
         assert row == pytest.approx(wanted, **TOLERANCE)
     for name in ("before", "after"):
         assert found[name] == pytest.approx(expected[name], **TOLERANCE)

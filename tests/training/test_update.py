@@ -229,9 +229,11 @@ def test_value_clip_limits_the_move_of_an_epoch(tmp_path: Path) -> None:
     for clip in (0.0, 0.05):
         trainer.models.critic.load_state_dict(start)
         learned = learn(trainer, far, activations, value_clip_eps=clip, num_epochs=6)
-        values, _ = trainer.models.critic.values(activations, experience)
+        with torch.no_grad():
+            values, _ = trainer.models.critic.values(activations, experience)
         moves[clip] = float((values - experience.values)[experience.response_mask].mean())
         clipped[clip] = learned.metrics["value_clip_fraction"]
+    print(moves, clipped)
     assert clipped[0.0] == 0.0 < 0.3 < clipped[0.05]
     assert 0.05 < moves[0.05] < 0.7 * moves[0.0]
 
@@ -261,7 +263,7 @@ def test_entropy_bonus_raises_the_entropy(tmp_path: Path) -> None:
 
 def test_kl_in_the_loss_lowers_the_kl(tmp_path: Path) -> None:
     """FAULTS C6: advantages 0, the actor pushed away from the reference: 20 optimizer steps bring it back."""
-    trainer = trainer_for(tmp_path, kl_coef=0.0)
+    trainer = trainer_for(tmp_path, kl_coef=0.0, learning_rate=3e-3)
     with torch.no_grad():
         for parameter in trainer.models.actor.branch.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -270,7 +272,9 @@ def test_kl_in_the_loss_lowers_the_kl(tmp_path: Path) -> None:
     before = policy_gap(trainer, still, activations)[0]
     learned = learn(trainer, still, activations, kl_loss_coef=1.0, num_epochs=10)
     assert learned.metrics["actor_optimizer_steps"] == 20
-    assert policy_gap(trainer, still, activations)[0] < 0.7 * before
+    after = policy_gap(trainer, still, activations)[0]
+    print(before, after)
+    assert after < 0.7 * before
 
 
 def test_without_kl_rewards_are_the_scores(tmp_path: Path) -> None:
@@ -386,6 +390,7 @@ def test_returns_near_twenty_are_learned(tmp_path: Path) -> None:
     returns = torch.where(mask, 20.0 + 3.0 * torch.arange(8)[:, None] + torch.zeros_like(experience.returns), 0.0)
     shifted = replace(experience, returns=returns)
     learn(trainer, shifted, activations, value_clip_eps=0.0, num_epochs=25)
-    values, _ = trainer.models.critic.values(activations, experience)
+    with torch.no_grad():
+        values, _ = trainer.models.critic.values(activations, experience)
     errors = (returns - values)[mask]
     assert 1 - float(errors.var() / returns[mask].var()) > 0.5
