@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -104,7 +105,7 @@ def trained(tmp_path: Path) -> tuple[Trainer, Experience, Activations]:
     """A learner that has moved away from the policy that sampled: ratios, values and KL are not those of the start."""
     trainer = trainer_for(tmp_path, kl_coef=0.0, kl_loss_coef=0.1, entropy_coef=0.01, dual_clip=1.5, clip_eps=0.1)
     experience, activations = make_experience(trainer)
-    assert 1 < len({int(n) for n in experience.lengths}), "responses of several lengths"
+    assert len({int(n) for n in experience.lengths}) > 1, "responses of several lengths"
     update(trainer.learner, experience, activations, trainer.config.ppo, temperature=1.0, seed=0)
     return trainer, experience, activations
 
@@ -147,9 +148,7 @@ def test_every_combination_takes_the_right_number_of_steps(
     some = torch.arange(rows)
     micro = max(1, mini // accumulation)
     ppo = trainer.config.ppo.model_copy(update={"mini_batch_size": mini, "micro_batch_size": micro, "num_epochs": 2})
-    learned = update(
-        trainer.learner, experience.select(some), activations.select(some), ppo, temperature=1.0, seed=3
-    )
+    learned = update(trainer.learner, experience.select(some), activations.select(some), ppo, temperature=1.0, seed=3)
     steps = 2 * math.ceil(rows / mini)
     assert learned.metrics["actor_optimizer_steps"] == learned.metrics["critic_optimizer_steps"] == steps
     assert learned.actor.rows == learned.critic.rows == 2 * rows, "every row once an epoch"
@@ -168,7 +167,9 @@ def test_the_critic_goes_first_and_frees_its_gradients(trained: tuple[Trainer, E
             assert all(p.grad is None for p in other.parameters()), f"{self.name} beside the other's gradients"
             super().backward(loss)
 
-    learner = Learner(models.actor, models.critic, Alone("actor", models.actor, log), Alone("critic", models.critic, log))
+    learner = Learner(
+        models.actor, models.critic, Alone("actor", models.actor, log), Alone("critic", models.critic, log)
+    )
     ppo = trainer.config.ppo.model_copy(update={"mini_batch_size": 4, "micro_batch_size": 2, "num_epochs": 1})
     update(learner, experience, activations, ppo, temperature=1.0, seed=0)
     one = [(role, event) for role in ("critic", "actor") for event in ("backward", "backward", "step")]
@@ -221,21 +222,21 @@ def test_advantages_and_returns_stay_those_of_the_rollout(tmp_path: Path) -> Non
 
 def test_value_clip_limits_the_move_of_an_epoch(tmp_path: Path) -> None:
     """FAULTS E9: values that have moved by more than the range towards their return get no more gradient."""
-    trainer = trainer_for(tmp_path, {"critic": {"learning_rate": 1e-2}})
+    # Without momentum, which would carry the values on after their gradient is gone.
+    trainer = trainer_for(tmp_path, {"critic": {"learning_rate": 3e-4, "betas": [0.0, 0.95]}})
     experience, activations = make_experience(trainer)
     far = replace(experience, returns=experience.values + torch.where(experience.response_mask, 50.0, 0.0))
     moves, clipped = {}, {}
     start = weights_of(trainer.models.critic)
-    for clip in (0.0, 0.05):
+    for clip in (0.0, 1.0):
         trainer.models.critic.load_state_dict(start)
-        learned = learn(trainer, far, activations, value_clip_eps=clip, num_epochs=6)
+        learned = learn(trainer, far, activations, value_clip_eps=clip, num_epochs=8)
         with torch.no_grad():
             values, _ = trainer.models.critic.values(activations, experience)
         moves[clip] = float((values - experience.values)[experience.response_mask].mean())
         clipped[clip] = learned.metrics["value_clip_fraction"]
-    print(moves, clipped)
-    assert clipped[0.0] == 0.0 < 0.3 < clipped[0.05]
-    assert 0.05 < moves[0.05] < 0.7 * moves[0.0]
+    assert clipped[0.0] == 0.0 < 0.3 < clipped[1.0]
+    assert 1.0 < moves[1.0] < 0.5 * moves[0.0]
 
 
 def policy_gap(trainer: Trainer, experience: Experience, activations: Activations) -> tuple[float, float]:
@@ -263,7 +264,7 @@ def test_entropy_bonus_raises_the_entropy(tmp_path: Path) -> None:
 
 def test_kl_in_the_loss_lowers_the_kl(tmp_path: Path) -> None:
     """FAULTS C6: advantages 0, the actor pushed away from the reference: 20 optimizer steps bring it back."""
-    trainer = trainer_for(tmp_path, kl_coef=0.0, learning_rate=3e-3)
+    trainer = trainer_for(tmp_path, kl_coef=0.0, rollout_batch_size=64, mini_batch_size=32, micro_batch_size=32)
     with torch.no_grad():
         for parameter in trainer.models.actor.branch.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -273,7 +274,6 @@ def test_kl_in_the_loss_lowers_the_kl(tmp_path: Path) -> None:
     learned = learn(trainer, still, activations, kl_loss_coef=1.0, num_epochs=10)
     assert learned.metrics["actor_optimizer_steps"] == 20
     after = policy_gap(trainer, still, activations)[0]
-    print(before, after)
     assert after < 0.7 * before
 
 
@@ -297,7 +297,9 @@ def test_critic_warm_up_leaves_the_actor_alone(tmp_path: Path) -> None:
     start = weights_of(trainer.models.actor)
     seen: list[bool] = []
     trainer.callbacks = (
-        lambda step, row: seen.append(all(torch.equal(t, start[n]) for n, t in trainer.models.actor.state_dict().items())),
+        lambda step, row: seen.append(
+            all(torch.equal(t, start[n]) for n, t in trainer.models.actor.state_dict().items())
+        ),
     )
     rows = steps_of(trainer)
     assert seen == [True, True, False]
@@ -318,7 +320,7 @@ def test_learning_rates_follow_the_schedule_to_the_end(tmp_path: Path, steps: in
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["optimizer_steps"] for row in rows] == [4 * step for step in range(steps)]
     assert [row["episodes"] for row in rows] == [8 * (step + 1) for step in range(steps)]
-    assert all(a["tokens"] < b["tokens"] for a, b in zip(rows, rows[1:], strict=False))
+    assert all(a["tokens"] < b["tokens"] for a, b in itertools.pairwise(rows))
     total = 4 * (steps - 1)
     for step, row in enumerate(rows):
         done = 4 * step
@@ -332,7 +334,10 @@ def test_learning_rates_follow_the_schedule_to_the_end(tmp_path: Path, steps: in
 @pytest.mark.parametrize("sharing", ["trunk", "none"])
 @pytest.mark.parametrize(
     ("role", "message"),
-    [("actor", "step 2: generate: the actor's logits"), ("critic", "step 2: score: the critic's values are not finite")],
+    [
+        ("actor", "step 2: generate: the actor's logits"),
+        ("critic", "step 2: score: the critic's values are not finite"),
+    ],
 )
 def test_a_nan_weight_stops_the_run_and_is_named(tmp_path: Path, role: str, message: str, sharing: str) -> None:
     """FAULTS B10: phase, role and step are named; the checkpoint of the step before is the newest and is whole."""
