@@ -381,7 +381,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(tmp_path: Path) -> None:
     weight = trainer.models.critic.head.linear.weight
     before = weights_of(trainer.models.critic)
     optimizer.backward((weight - weight.detach()).abs().sum().sqrt())
-    with pytest.raises(RunFailed, match="learn: the critic's gradient norm is (nan|inf); no step was taken"):
+    with pytest.raises(RunFailed, match=r"learn: the critic's gradient norm is (nan|inf); no step was taken"):
         optimizer.step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(trainer.models.critic).items())
     assert weight.grad is None
