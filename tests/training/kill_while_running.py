@@ -1,7 +1,8 @@
 """Carries out one run although it is killed (SIGKILL) at one moment after the other, each time going on from the disk.
 
-Run by test_resume.py: the argument is a TOML file. A forked child runs until its moment; the next child resumes.
-Prints the moments, each of which has really been reached, and ends with a child that is left alone.
+Run by test_resume.py: arguments are a TOML file, and how the names of the moments begin ('' takes all). A forked child
+runs until its moment; the next child resumes. Prints the moments, each of which has really been reached, and ends with
+a child that is left alone.
 """
 
 from __future__ import annotations
@@ -99,10 +100,12 @@ def run_in_child(config_path: str, prepare: Prepare) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def main(config_path: str) -> None:
-    """All moments, then the rest of the run."""
+def main(config_path: str, beginning: str) -> None:
+    """The moments, then the rest of the run."""
     load_base(pipeline.prepare(load_config(config_path)))  # so that no child has to import the models' code anew
     for name, prepare in MOMENTS.items():
+        if not name.startswith(beginning):
+            continue
         status = run_in_child(config_path, prepare)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{name}: ended with status {status}"
         print(name)
@@ -110,4 +113,4 @@ def main(config_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -21,10 +21,10 @@ from fourfold.config.loading import parse_config
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import FourModels, assemble
-from fourfold.models.loading import Base, load_base
+from fourfold.models.loading import load_base
 from fourfold.models.roles import Activations
 from fourfold.scoring.pipeline import score
-from fourfold.scoring.sources import FunctionReward, RewardSource
+from fourfold.scoring.sources import RewardSource
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.experience import Shaping, estimate_advantages
 from fourfold.training.inputs import read_inputs
@@ -232,11 +232,6 @@ def make_experience(trainer: Trainer, step: int = 0) -> tuple[Experience, Activa
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every tensor of a module."""
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def function_reward(base: Base, function: Any) -> FunctionReward:
-    """A Python function as the source of scores."""
-    return FunctionReward(function, base.tokenizer, retries=0)
 
 
 INTERRUPT = "INTERRUPT_AT_CALL"

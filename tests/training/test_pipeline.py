@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import RunFailed
+from fourfold.scoring.sources import FunctionReward
+from fourfold.training.checkpoint import CheckpointStore
 from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, run, settings
 
 EVALUATED = {
@@ -82,13 +85,6 @@ def test_finished_stages_are_skipped(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "ppo" / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
-    tree = settings(tmp_path)
-    run(tree)
-    with pytest.raises(ValueError, match=r"ppo\.kl_coef was 0\.05, is 0\.5"):
-        run(merged(tree, {"ppo": {"kl_coef": 0.5}}))
-
-
 def test_ppo_without_a_reward_model_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="run the stage reward first"):
         run(merged(settings(tmp_path), {"stages": ["ppo"]}))
@@ -109,6 +105,63 @@ def test_failed_scores_stop_the_run_or_are_dropped(tmp_path: Path) -> None:
     rows = read_jsonl(tmp_path / "dropped" / "ppo" / "metrics.jsonl", "ppo_step")
     assert sum(row["invalid_scores"] for row in rows) > 0
     assert all(row["dropped_rows"] == row["invalid_scores"] for row in rows)
+
+
+def test_a_failed_score_is_no_number_in_the_metrics_either(tmp_path: Path) -> None:
+    """FAULTS M5: mean, spread and range are those of the valid scores; None does not count as 0."""
+    changes = merged(by_function("pays_for_a", steps=1), {"reward": {"on_failure": "drop"}})
+    trainer = make_trainer(make_config(merged(settings(tmp_path), changes)))
+    given: list[float] = []
+
+    def high_or_none(prompts: list[str], responses: list[str]) -> list[float | None]:
+        numbers = [None if i % 2 else 10.0 + len(response) for i, response in enumerate(responses)]
+        given.extend(number for number in numbers if number is not None)
+        return numbers
+
+    trainer.reward = FunctionReward(high_or_none, trainer.models.base.tokenizer, retries=0)
+    row = trainer.step()
+    assert row["invalid_scores"] == row["dropped_rows"] == len(given) == 4
+    scores = torch.tensor(given)
+    assert row["score_mean"] == pytest.approx(float(scores.mean()))
+    assert row["score_std"] == pytest.approx(float(scores.std(unbiased=False)))
+    assert (row["score_raw_min"], row["score_raw_max"]) == (min(given), max(given))
+
+
+def test_a_metric_that_no_evaluation_has_cannot_choose_the_best(tmp_path: Path) -> None:
+    """Refused before anything is loaded, with the nearest name."""
+    for given, hint in (
+        ("eval_scor_mean", "did you mean 'eval_score_mean'"),
+        ("eval_judge_mean", "allowed with these"),
+    ):
+        tree = merged(settings(tmp_path), {"checkpoint": {"best_metric": given}})
+        with pytest.raises(ValueError, match=f"checkpoint.best_metric: given '{given}'; .*{hint}"):
+            run(tree)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("mode", "choose"), [("min", min), ("max", max)])
+def test_the_best_checkpoint_is_that_of_the_named_metric(
+    tmp_path: Path, mode: str, choose: Callable[[list[float]], float]
+) -> None:
+    """The shortest or longest mean length, over evaluations of every step; the last step is kept beside it."""
+    checkpoint = {"best_metric": "eval_mean_length", "best_mode": mode, "every": 4, "keep_last": 1}
+    changes = {"checkpoint": checkpoint, "evaluation": {"every": 1}, "ppo": {"steps": 4, "learning_rate": 1e-2}}
+    run(merged(settings(tmp_path), merged(by_function("pays_for_a"), changes)))
+    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "evaluation")
+    lengths = [row["eval_mean_length"] for row in rows]
+    best = CheckpointStore(tmp_path / "run" / "ppo" / "checkpoints", keep_last=1).load_best()
+    assert len(set(lengths)) > 1
+    assert best is not None and best.step == 1 + lengths.index(choose(lengths))
+
+
+def test_tensorboard_gets_every_row(tmp_path: Path) -> None:
+    """FAULTS N4."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(merged(settings(tmp_path), merged(by_function("pays_for_a"), {"tracking": {"trackers": ["tensorboard"]}})))
+    found = events.EventAccumulator(str(tmp_path / "run" / "ppo" / "tensorboard")).Reload()
+    assert [event.step for event in found.Scalars("ppo_step/score_mean")] == [1, 2, 3]
+    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
+    assert {f"ppo_step/{name}" for name in rows[0].keys() - {"kind", "step"}} <= set(found.Tags()["scalars"])
 
 
 def test_a_changed_reference_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""The checks before the first step pass when all is well, and name what is wrong when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.errors import RunFailed
+from fourfold.training.trainer import Trainer
+from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, settings
+
+
+def trainer_for(folder: Path, family: str = "gpt2", sharing: str = "trunk", **changes: Any) -> Trainer:
+    tree = merged(merged(by_function("pays_by_hash"), SHARINGS[sharing]), changes)
+    return make_trainer(make_config(settings(folder, tree, family=family)))
+
+
+@pytest.mark.parametrize("sharing", ["trunk", "none"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_all_is_well_at_the_start(tmp_path: Path, family: str, sharing: str) -> None:
+    """FAULTS A5: sampled one token at a time through caches, and again in one pass; KL to the reference is 0."""
+    report = trainer_for(tmp_path, family, sharing, sampling={"temperature": 0.7}).check()
+    assert report.fresh and report.kl_gap_max == 0.0
+    assert report.ratio_gap_max < 1e-5 and report.sampler_gap_max < 1e-4
+    assert "KL to reference 0.0e+00" in report.describe()
+
+
+def test_dropout_is_noticed(tmp_path: Path) -> None:
+    """FAULTS A13: a model whose dropout was left on gives another log-prob in every pass."""
+    trainer = trainer_for(tmp_path)
+    dropouts = [module for module in trainer.models.actor.modules() if isinstance(module, nn.Dropout)]
+    assert dropouts and all(module.p == 0.0 for module in dropouts), "this model has dropout, and loading turned it off"
+    for module in dropouts:
+        module.p = 0.1
+    with pytest.raises(RunFailed, match=r"pre-flight: ratio is not 1 before the first update.*likely: dropout"):
+        trainer.check()
+
+
+def move_reference(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for parameter in trainer.models.reference.branch.parameters():
+            parameter.add_(0.02)
+
+
+def test_another_reference_is_noticed(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path)
+    move_reference(trainer)
+    with pytest.raises(RunFailed, match="pre-flight: KL to the reference is not 0 at step 0: mean "):
+        trainer.check()
+
+
+def test_a_resumed_run_has_rightly_left_its_reference(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path)
+    trainer.progress.step = 2
+    move_reference(trainer)
+    report = trainer.check()
+    assert not report.fresh and report.kl_gap_mean > 1e-3
+    assert "KL not checked (resumed)" in report.describe()
+
+
+def test_a_sampler_with_another_temperature_is_noticed(tmp_path: Path) -> None:
+    """FAULTS A10, H14: what the sampler reports must be log-probs of the tempered distribution that it sampled."""
+    cold = trainer_for(tmp_path, sampling={"temperature": 0.7})
+    warm = trainer_for(tmp_path, sampling={"temperature": 1.0}, output=str(tmp_path / "warm"))
+    cold.sampler = warm.sampler
+    with pytest.raises(RunFailed, match="pre-flight: ratio is not 1 before the first update"):
+        cold.check()
+
+
+def test_a_sampler_that_reports_raw_log_probs_is_noticed(tmp_path: Path) -> None:
+    """FAULTS A10: log-probs divided by the temperature are not those of divided logits."""
+    from dataclasses import replace
+
+    trainer = trainer_for(tmp_path, sampling={"temperature": 0.7})
+    sampler = trainer.sampler
+
+    class Raw:
+        def generate(self, prompts: Any, *, policy_version: int) -> Any:
+            rollout, activations = sampler.generate(prompts, policy_version=policy_version)
+            return replace(rollout, sampler_log_probs=rollout.sampler_log_probs * 0.7), activations
+
+    trainer.sampler = Raw()
+    with pytest.raises(RunFailed, match="pre-flight: sampler and trainer disagree on log-probs"):
+        trainer.check()
+
+
+def test_another_precision_of_the_reference_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path)
+    scored_in_float32 = trainer.models.reference.branch
+    trainer.check()
+    scored_in_float32.compute_dtype = torch.bfloat16
+    with pytest.raises(RunFailed, match=r"actor runs in torch\.float32, reference in torch\.bfloat16"):
+        trainer.check()
+
+
+def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:
+    """So that the first advantages are centred; the random states are left as they were."""
+    trainer = trainer_for(tmp_path)
+    assert trainer.models.critic.head.linear.bias.item() == 0.0
+    before = torch.get_rng_state()
+    trainer.check()
+    assert torch.equal(torch.get_rng_state(), before)
+    rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
+    scores, _ = trainer.reward(activations, rollout)
+    assert trainer.models.critic.head.linear.bias.item() == pytest.approx(float(scores[:2].mean()), abs=1e-6)

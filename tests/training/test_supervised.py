@@ -1,0 +1,98 @@
+"""The stage sft: its loss is the library's, and it learns what it is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fourfold.errors import RunFailed
+from fourfold.models.loading import Base, load_base
+from fourfold.training.supervised import fill_cache, mean_nll, nll_sum
+from fourfold.training.texts import TextCache
+from training.runs import SEPARATE, SHARINGS, make_config, merged, run, settings
+
+TEXTS = [[5, 9, 33, 60], [7, 12], [8, 90, 41, 12, 66, 30, 1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loss_is_that_of_the_library(tmp_path: Path, family: str, sharing: str) -> None:
+    """Over padded texts: the sum over texts of transformers' own mean loss times the tokens it is the mean of."""
+    config = make_config(settings(tmp_path, SHARINGS[sharing], family=family))
+    base = load_base(config)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+    expected = 0.0
+    for text in TEXTS:
+        ids = torch.tensor([text])
+        expected += float(model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss) * (len(text) - 1)
+    cache = TextCache(base)
+    fill_cache(cache, TEXTS, "test")
+    total, tokens = nll_sum(base.policy, *cache.activations(TEXTS))
+    assert tokens == 3 + 1 + 6
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    for batch_size in (1, 2, 3):
+        assert mean_nll(base.policy, cache, TEXTS, batch_size) == pytest.approx(expected / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_a_few_texts_are_learned_by_heart(tmp_path: Path, sharing: str) -> None:
+    """Held out are the very texts that are learned: their loss falls from that of a random model to a tenth."""
+    texts = [{"text": "the film is a quiet joy"}, {"text": "nobody laughs"}, {"text": "a long walk through fog"}]
+    tree = settings(tmp_path)
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    few = {"path": str(tmp_path / "few.jsonl")}
+    changes = {
+        "stages": ["sft"],
+        "data": {"texts": few, "texts_test": few},
+        "sft": {"num_epochs": 60, "batch_size": 3, "micro_batch_size": 3, "learning_rate": 2e-2, "schedule": "linear"},
+        "checkpoint": {"stage_every": 100},
+    }
+    sft = run(merged(tree, merged(changes, SHARINGS[sharing])))["stages"]["sft"]
+    assert sft["texts"] == 3
+    assert sft["test_nll_before"] > 4.0 and sft["test_nll_after"] < 0.1 * sft["test_nll_before"]
+
+
+def weights_after(folder: Path, name: str, **sft: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    run(settings(folder, merged(SEPARATE, {"stages": ["sft"], "output": str(folder / name), "sft": sft})))
+    return load_file(folder / name / "sft" / "model" / "model.safetensors")
+
+
+def test_the_result_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
+    """FAULTS F16: one division by the tokens of the whole batch."""
+    whole, small = (weights_after(tmp_path, str(size), micro_batch_size=size, max_texts=10) for size in (8, 1))
+    start = load_base(make_config(settings(tmp_path, SEPARATE)))
+    moved = _start(start, whole)
+    assert moved > 1e-3
+    for name, tensor in whole.items():
+        torch.testing.assert_close(small[name], tensor, rtol=0, atol=1e-4)
+
+
+def _start(base: Base, tensors: dict[str, torch.Tensor]) -> float:
+    state = base.policy.state_dict()
+    return max(float((tensor - state[name]).abs().max()) for name, tensor in tensors.items())
+
+
+def test_a_loss_that_is_not_finite_names_stage_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fourfold.backends.local import LocalOptimizer
+
+    backward = LocalOptimizer.backward
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            LocalOptimizer,
+            "backward",
+            lambda self, loss: backward(self, loss * (math.nan if self.steps_done == 2 else 1)),
+        )
+        tree = settings(tmp_path, {"stages": ["sft"], "checkpoint": {"stage_every": 1}})
+        with pytest.raises(RunFailed, match="sft, step 3: learn: the sft policy's loss is nan"):
+            run(tree)
+    checkpoints = tmp_path / "run" / "sft" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000001", "step-00000002"]
+    assert "test_nll_after" in run(tree)["stages"]["sft"], "the same command goes on from there"
