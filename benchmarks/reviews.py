@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, versions, write_result
 from fourfold.training.folder import saved_config
 
-# What issue and README promise, as (figure, unit, target).
+# (metric, unit, target)
 CHANGES = (
     ("judge_mean", "VADER compound, after - before", ">= 0.4"),
     ("score_mean", "standard deviations of the sft texts' score, after - before", None),

@@ -6,6 +6,7 @@ Finished stages are skipped and an interrupted one goes on from its last checkpo
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,12 @@ def carry_out(args: argparse.Namespace, stages: tuple[str, ...] = ()) -> int:
     config = load_config(args.config, overrides)
     from fourfold.training.pipeline import run_stages
 
-    summary = run_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
+    # Stages stop after a step; while a model loads or the trunk's cache is filled, SIGTERM acts as SIGINT does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        summary = run_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     show(config, summary, args.config)
     return 0
 

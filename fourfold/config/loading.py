@@ -183,7 +183,7 @@ def check_paths(config: RunConfig) -> None:
 
 
 def check_packages(config: RunConfig) -> None:
-    """Refuse settings that need a Python package which is not installed (FAULTS N4)."""
+    """Refuse settings that need a Python package which is not installed."""
     found = missing_packages(config)
     if found:
         raise ConfigError("packages that the configuration needs", found)

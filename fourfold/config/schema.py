@@ -124,7 +124,7 @@ class RewardSection(OptimizerSection):
     max_pairs: Count = Field(default=0, description="Use this many pairs, drawn by the seed; 0 means all.")
     standardise: bool = Field(
         default=True,
-        description="Shift and scale the score so that the sft texts have mean 0 and standard deviation 1 "
+        description="Shift and scale the score so that 256 of the sft texts have mean 0 and standard deviation 1 "
         "(the numbers are saved with the model).",
     )
     retries: Count = Field(default=2, description="How often a failing scorer is asked again.")

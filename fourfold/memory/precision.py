@@ -10,8 +10,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def resolve_compute(setting: str, device: torch.device) -> str:
     """'bfloat16' or 'float32' for a setting that may be 'auto'.
 
-    bfloat16 pays only where the hardware multiplies it: on a CPU without such instructions a product in bfloat16 was
-    measured 6 to 13 times slower than in float32 (benchmarks/results).
+    bfloat16 pays only where the hardware multiplies it: on a CPU without such instructions a product in bfloat16 ran
+    6 times slower than in float32 (docs/log.md).
     """
     if setting != "auto":
         return setting

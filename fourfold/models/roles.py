@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float32
 from torch import Tensor, nn
 
+from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
@@ -87,12 +88,7 @@ class Scorer(nn.Module):
     def scores(self, activations: Activations) -> Float32[Tensor, "batch"]:
         """The number at the last real token of each row."""
         hidden = self.branch(activations.inputs, activations.mask)
-        return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_real(activations.mask)])
-
-
-def last_real(mask: Bool[Tensor, "batch time"]) -> Int64[Tensor, "batch"]:
-    """Index of the last True of each row."""
-    return mask.shape[1] - 1 - mask.flip(1).int().argmax(dim=1)
+        return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_index(activations.mask)])
 
 
 def _unflatten(flat: Float32[Tensor, "tokens"], mask: Bool[Tensor, "batch response"]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
@@ -161,8 +162,7 @@ class _Decoder:
         return torch.cat([prompt, prompt.new_ones(len(prompt), t)], dim=1)
 
     def _positions(self, time: int, t: int) -> Tensor:
-        mask = self._mask(t)
-        return (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -time:]
+        return position_ids(self._mask(t))[:, -time:]
 
     def _through_trunk(self, start: int, stop: int) -> Tensor:
         """Feed columns [start, stop) of the active rows to the trunk; returns the branch's input."""

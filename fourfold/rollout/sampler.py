@@ -19,6 +19,10 @@ class PromptBatch:
     prompt_ids: Sequence[int]
     seeds: Sequence[int]
 
+    def first(self, rows: int) -> PromptBatch:
+        """The first rows only."""
+        return PromptBatch(self.tokens[:rows], self.prompt_ids[:rows], self.seeds[:rows])
+
 
 class Sampler(Protocol):
     """Draws one response for each row of a `PromptBatch` from the policy as it is now."""

@@ -16,7 +16,10 @@ from fourfold.models.roles import Scorer, make_trainable, scorer_on
 from fourfold.models.storage import load_role, save_role
 from fourfold.training.stage import Stage
 from fourfold.training.supervised import Texts, fill_cache
-from fourfold.training.texts import TextCache, epoch_batches
+from fourfold.training.texts import TextCache, draw, epoch_batches
+
+# Texts that `reward.standardise` measures: the mean of 256 scores is known to 1/16 of their standard deviation.
+STANDARDISE_TEXTS = 256
 
 # (chosen, rejected): two whole texts, as token ids.
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -71,7 +74,9 @@ def train_reward(
     `reward.init = "sft"` starts from.
     """
     settings, record = config.reward, record_for(config, "scorer")
-    fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + list(texts), "reward: trunk activations")
+    rows = draw(len(texts), STANDARDISE_TEXTS, seed=config.seed, name="standardise") if settings.standardise else []
+    yardstick = [texts[row] for row in rows]
+    fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + yardstick, "reward: trunk activations")
     scorer = _initial_scorer(config, base, sft)
     make_trainable(scorer, with_language_head=False)
     lengths = [max(len(a), len(b)) for a, b in pairs]
@@ -95,8 +100,8 @@ def train_reward(
 
     stage = Stage("reward", folder, scorer, record, optimizer, len(batches), learn, config.checkpoint.stage_every)
     stage.run()
-    if settings.standardise and texts:
-        standardise(scorer, scores_of(scorer, cache, texts, settings.micro_batch_size))
+    if yardstick:
+        standardise(scorer, scores_of(scorer, cache, yardstick, settings.micro_batch_size))
     metrics: dict[str, float] = {"pairs": len(pairs)}
     if test:
         metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, settings.micro_batch_size)

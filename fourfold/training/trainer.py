@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fourfold.batch import Rollout, ScoredRollout
@@ -69,11 +68,8 @@ class Trainer:
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
         fresh, random_state = self.progress.step == 0, rng_state()
-        rollout, activations = self.sampler.generate(self.prompts.batch(self.progress.step), policy_version=0)
-        rows = torch.arange(
-            min(len(rollout.sequences), self.config.ppo.micro_batch_size), device=rollout.sequences.device
-        )
-        rollout, activations = rollout.select(rows), activations.select(rows)
+        prompts = self.prompts.batch(self.progress.step).first(self.config.ppo.micro_batch_size)
+        rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
             scored_well = scored.select(valid.nonzero()[:, 0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.heads import LanguageHead, ScalarHead
@@ -21,7 +22,6 @@ from fourfold.models.roles import (
     checksum,
     copy_policy,
     freeze,
-    last_real,
     make_trainable,
     scorer_on,
 )
@@ -155,7 +155,7 @@ def test_the_score_is_that_of_the_eos_token(side: str) -> None:
 def test_the_scored_position_is_that_of_the_last_real_token() -> None:
     """FAULTS B7: [pad, pad, token, EOS, pad] is scored at 3, though pad may be EOS too."""
     mask = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
-    assert last_real(mask).tolist() == [3, 4, 0, 4]
+    assert last_index(mask).tolist() == [3, 4, 0, 4]
     assert column_scorer().scores(carrying(columns(mask), mask)).tolist() == [3, 4, 0, 4]
 
 

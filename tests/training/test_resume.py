@@ -196,3 +196,20 @@ def test_every_checkpoint_of_the_reward_stage_is_a_reward_model(tmp_path: Path) 
     with pytest.raises(ValueError, match="made with kind = 'policy', this run has 'scorer'"):
         sft = str(tmp_path / "run" / "sft" / "checkpoints" / "step-00000004")
         run(settings(tmp_path, merged(changes, {"output": str(tmp_path / "other"), "reward": {"checkpoint": sft}})))
+
+
+def test_a_signal_before_the_first_step_also_ends_with_130(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Reading data and filling caches are no step of a stage, and can take long."""
+    tree = ppo_only(tmp_path, "stopped")
+    config = write_config(tree, tmp_path / "stopped.toml")
+    program = [sys.executable, "-m", "fourfold", "run", str(config)]
+    with subprocess.Popen(program, env=ENVIRONMENT | {INTERRUPT: "0:"}, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("data."):  # the model is loaded, no stage has begun
+                process.terminate()
+                break
+        rest = process.stderr.read()
+    assert process.returncode == 130, rest
+    run(tree)
+    same(outcome(tmp_path / "stopped"), undisturbed)

@@ -59,7 +59,7 @@ class Recording:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+        raise AssertionError("an update never restores an optimizer")
 
 
 def trainer_for(folder: Path, changes: dict[str, Any] | None = None, **ppo: Any) -> Trainer:
