@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
+
+AnyRollout = TypeVar("AnyRollout", bound=Rollout)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,23 @@ class Activations:
     def bytes(self) -> int:
         """Bytes that the cache holds."""
         return self.inputs.numel() * self.inputs.element_size()
+
+
+def micro_batches(
+    batch: AnyRollout, activations: Activations, rows: Int64[Tensor, "rows"], size: int
+) -> Iterator[tuple[Tensor, AnyRollout, Activations]]:
+    """Cut `rows` into micro-batches of at most `size` rows of similar length, without columns of mere padding.
+
+    Yields the row numbers, the rows and their activations. Every row comes once; what is computed for a real token
+    does not depend on the rows beside it, so only the order of sums differs from any other way to cut.
+    """
+    tokens = batch.attention_mask[rows].sum(dim=1)
+    for chosen in rows[tokens.argsort(stable=True)].split(size):
+        part = batch.select(chosen)
+        left, right = part.padding()
+        stop = activations.mask.shape[1] - right
+        inputs = Activations(activations.inputs[chosen, left:stop], activations.mask[chosen, left:stop])
+        yield chosen, part.trimmed(), inputs
 
 
 class Policy(nn.Module):

@@ -18,7 +18,7 @@ from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
-from fourfold.models.roles import Activations, Policy, freeze
+from fourfold.models.roles import Activations, Policy, freeze, micro_batches
 from fourfold.rollout.sampler import PromptBatch
 
 
@@ -80,13 +80,12 @@ class LocalSampler:
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
     def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
-        parts = []
-        for rows in torch.arange(len(rollout.sequences), device=rollout.sequences.device).split(
-            self._settings.score_batch_size
-        ):
-            part, _ = self._policy.log_probs(activations.select(rows), rollout.select(rows), self._settings.temperature)
-            parts.append(part)
-        return torch.cat(parts)
+        found = torch.zeros_like(rollout.sampler_log_probs)
+        every = torch.arange(len(found), device=found.device)
+        for rows, part, inputs in micro_batches(rollout, activations, every, self._settings.score_batch_size):
+            log_probs, _ = self._policy.log_probs(inputs, part, self._settings.temperature)
+            found[rows, : log_probs.shape[1]] = log_probs
+        return found
 
     def _current_policy(self) -> Policy:
         """The policy in the compute type: casting its masters once a rollout is cheaper than once a token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
-from fourfold.models.roles import Activations, Policy, Scorer
+from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
 from fourfold.scoring.sources import RewardSource
 
 
@@ -28,30 +28,55 @@ def score(
     micro_batch_size: int,
 ) -> tuple[ScoredRollout, Tensor]:
     """The scored rollout and, for each row, whether its score is valid (bool [batch])."""
-    parts: list[dict[str, Tensor]] = []
-    for rows in torch.arange(len(rollout.sequences), device=rollout.sequences.device).split(micro_batch_size):
-        part, inputs = rollout.select(rows), activations.select(rows)
+    rows = len(rollout.sequences)
+    found = _Opinions.empty(rollout)
+    every = torch.arange(rows, device=rollout.sequences.device)
+    for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
         ref_log_probs, _ = reference.log_probs(inputs, part, temperature)
-        kl = _kl(part, inputs, ref_log_probs, actor, reference, temperature, kl_estimator)
         values, last_values = critic.values(inputs, part)
         scores, valid = reward(inputs, part)
-        parts.append(
-            {
-                "ref_log_probs": ref_log_probs,
-                "kl": kl,
-                "values": values,
-                "last_values": last_values,
-                "scores": scores,
-                "valid": valid,
-            }
+        found.put(
+            chosen,
+            ref_log_probs=ref_log_probs,
+            kl=_kl(part, inputs, ref_log_probs, actor, reference, temperature, kl_estimator),
+            values=values,
+            last_values=last_values,
+            scores=scores,
+            valid=valid,
         )
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    valid = joined.pop("valid")
     checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
     for role, name in checked:
-        if not bool(torch.isfinite(joined[name]).all()):
+        if not bool(torch.isfinite(getattr(found, name)).all()):
             raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
-    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **joined), valid
+    opinions = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
+    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **opinions), found.valid
+
+
+@dataclass(frozen=True)
+class _Opinions:
+    """What the models say of a whole rollout, filled in as its micro-batches are done; 0 where a response has ended."""
+
+    ref_log_probs: Tensor
+    kl: Tensor
+    values: Tensor
+    last_values: Tensor
+    scores: Tensor
+    valid: Tensor
+
+    @classmethod
+    def empty(cls, rollout: Rollout) -> _Opinions:
+        tokens = torch.zeros_like(rollout.sampler_log_probs)
+        sequences = tokens.new_zeros(len(tokens))
+        valid = torch.zeros_like(sequences, dtype=torch.bool)
+        return cls(tokens, tokens.clone(), tokens.clone(), sequences, sequences.clone(), valid)
+
+    def put(self, rows: Tensor, **opinions: Tensor) -> None:
+        """Write the opinions on these rows; responses may be narrower than the rollout's."""
+        for name, opinion in opinions.items():
+            if opinion.ndim == 1:
+                getattr(self, name)[rows] = opinion
+            else:
+                getattr(self, name)[rows, : opinion.shape[1]] = opinion
 
 
 def _kl(

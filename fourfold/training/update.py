@@ -19,7 +19,7 @@ from fourfold.algorithms.masking import masked_sum
 from fourfold.backends.base import RoleOptimizer
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
-from fourfold.models.roles import Activations, Policy, Scorer
+from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.accounting import Work
 
@@ -98,9 +98,8 @@ def _critic_step(
     totals: _Totals,
 ) -> None:
     tokens = int(experience.response_mask[mini].sum())
-    for micro in mini.split(settings.micro_batch_size):
-        part = experience.select(micro)
-        values, _ = learner.critic.values(activations.select(micro), part)
+    for _, part, inputs in micro_batches(experience, activations, mini, settings.micro_batch_size):
+        values, _ = learner.critic.values(inputs, part)
         loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
         learner.critic_optimizer.backward(settings.value_coef * loss.loss_sum / tokens)
         totals.sums["value_loss"] += float(loss.loss_sum.detach())
@@ -123,10 +122,9 @@ def _actor_step(
     """One mini-batch for the actor; False when `target_kl` was reached and the step was dropped."""
     tokens = int(experience.response_mask[mini].sum())
     approx_kl = 0.0
-    for micro in mini.split(settings.micro_batch_size):
-        part = experience.select(micro)
+    for _, part, inputs in micro_batches(experience, activations, mini, settings.micro_batch_size):
         mask = part.response_mask
-        log_probs, entropy = learner.actor.log_probs(activations.select(micro), part, temperature, with_entropy=True)
+        log_probs, entropy = learner.actor.log_probs(inputs, part, temperature, with_entropy=True)
         loss = policy_loss(
             log_probs,
             part.log_probs,

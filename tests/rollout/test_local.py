@@ -59,7 +59,7 @@ def test_sampler_trainer_and_whole_model_agree_on_log_probs(
     torch.testing.assert_close(rollout.sampler_log_probs, expected, rtol=0, atol=1e-4)
     assert not rollout.log_probs[~mask].any() and not rollout.sampler_log_probs[~mask].any()
     again, _ = base.policy.log_probs(activations, rollout, temperature)
-    torch.testing.assert_close(again, rollout.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(again, rollout.log_probs, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])

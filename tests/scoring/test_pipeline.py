@@ -17,7 +17,7 @@ from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, Scorer, copy_policy, freeze, scorer_on
 from fourfold.scoring.pipeline import learnable, score
-from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
+from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource, texts_of
 from tiny_roles import MODES, oracle_log_probs, random_prompts, tiny_base, tiny_rollout, tiny_sampler
 
 LENGTHS = [(3, 4), (6, 1), (1, 5), (4, 2), (2, 5)]
@@ -253,8 +253,12 @@ def test_a_rollout_without_any_such_row_stops_the_run(valid: list[bool], truncat
 def test_an_invalid_score_reaches_no_statistic(scene: Scene) -> None:
     """FAULTS M5: what is kept after one None is what the other rows would have been without it."""
 
+    _, texts = texts_of(scene.rollout, scene.base.tokenizer)
+    assert len(set(texts)) == len(texts) == 6
+
     def numbers(prompts: list[str], responses: list[str]) -> list[float | None]:
-        return [None if i == 1 else float(i) for i in range(len(responses))]
+        rows = [texts.index(response) for response in responses]
+        return [None if row == 1 else float(row) for row in rows]
 
     scored, valid = scene.score(reward=FunctionReward(numbers, scene.base.tokenizer, retries=0))
     kept: Tensor = learnable(scored, valid, truncation="terminal", on_failure="drop")
