@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from fourfold.errors import RunFailed
 from fourfold.files import write_atomically
 
 Row = Mapping[str, float]
@@ -88,15 +89,14 @@ class TensorBoardTracker:
 
 
 def finite(row: Row) -> dict[str, float]:
-    """The row as plain numbers; ValueError names a metric that is no finite number."""
+    """The row as plain numbers; RunFailed names a metric that is no finite number, and its step."""
     assert "step" in row, "a row without its step cannot be placed"
     numbers: dict[str, float] = {}
     for name, value in row.items():
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(
-                f"metric {name!r} of step {row['step']} is {value!r} ({type(value).__name__}); "
-                "allowed: a finite int or float; the step that made it should "
-                "have stopped the run, so look at what is logged just before"
+            raise RunFailed(
+                f"log: metric {name!r} of step {row['step']} is {value!r} ({type(value).__name__}); allowed: a finite "
+                "int or float; the row was not written, the last good checkpoint is kept"
             )
         numbers[name] = int(value) if isinstance(value, int) else float(value)  # bool is an int too
     return numbers

@@ -41,9 +41,18 @@ class ModelReward:
         self.scorer = scorer
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """The scorer's number at the last token of each row."""
+        """The scorer's number at the last token of each row; one that is not finite stops the run.
+
+        A model answers the same way every time, so asking it again or leaving the row out would hide the damage.
+        """
         scores = self.scorer.scores(activations)
-        return scores, torch.isfinite(scores)
+        valid = torch.isfinite(scores)
+        if not bool(valid.all()):
+            raise RunFailed(
+                f"score: the reward model's scores of {int((~valid).sum())} of {len(valid)} responses are not finite; "
+                "its weights are damaged; the last good checkpoint is kept; train the reward model again"
+            )
+        return scores, valid
 
 
 class FunctionReward:
@@ -61,28 +70,15 @@ class FunctionReward:
     @classmethod
     def named(cls, name: str, tokenizer: Any, *, retries: int, on_failure: str = "stop") -> FunctionReward:
         """The function 'module:name'."""
-        module, _, attribute = name.partition(":")
-        try:
-            function: RewardFunction = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"reward.function = {name!r} cannot be imported ({error}); allowed: 'module:name' of a function that "
-                "Python finds"
-            ) from error
-        if not callable(function):
-            raise ValueError(f"reward.function = {name!r} is a {type(function).__name__}; allowed: a function")
-        return cls(function, tokenizer, retries=retries, on_failure=on_failure)
+        return cls(import_function(name), tokenizer, retries=retries, on_failure=on_failure)
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """The function's numbers; None, NaN and infinite ones are not valid."""
+        """The function's numbers; None, NaN and those that are infinite as float32 are not valid."""
         prompts, responses = texts_of(rollout, self._tokenizer)
-        numbers = self._ask(prompts, responses)
-        valid = [number is not None and math.isfinite(number) for number in numbers]
-        scores = [
-            float(number) if ok and number is not None else 0.0 for number, ok in zip(numbers, valid, strict=True)
-        ]
-        device = rollout.sequences.device
-        return torch.tensor(scores, dtype=torch.float32, device=device), torch.tensor(valid, device=device)
+        numbers = [_as_float(number) for number in self._ask(prompts, responses)]
+        scores = torch.tensor(numbers, dtype=torch.float32, device=rollout.sequences.device)
+        valid = torch.isfinite(scores)
+        return torch.where(valid, scores, 0.0), valid
 
     def _ask(self, prompts: list[str], responses: list[str]) -> list[float | None]:
         for attempt in range(self._retries + 1):
@@ -108,6 +104,31 @@ class FunctionReward:
                     )
             return numbers
         raise AssertionError("unreachable: the loop returns or raises")
+
+
+def import_function(name: str) -> RewardFunction:
+    """The function 'module:name'."""
+    module, _, attribute = name.partition(":")
+    try:
+        function: RewardFunction = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module is the user's: anything may come out of it
+        raise ValueError(
+            f"reward.function = {name!r} cannot be imported ({type(error).__name__}: {error}); allowed: 'module:name' "
+            "of a function that Python finds; PYTHONPATH=. before the command lets it look in the current folder"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"reward.function = {name!r} is a {type(function).__name__}; allowed: a function")
+    return function
+
+
+def _as_float(number: float | None) -> float:
+    """NaN for None; an int beyond every float is infinite."""
+    if number is None:
+        return math.nan
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def texts_of(rollout: Rollout, tokenizer: Any) -> tuple[list[str], list[str]]:

@@ -1,4 +1,8 @@
-"""What each model did in a step: passes, tokens and FLOPs, counted from the rows that really went through."""
+"""What each model did in a step: passes, tokens and FLOPs.
+
+Which passes generate and score make is written down here; the rows and tokens of each are those of the rollout, and in
+the learn phase those of the mini-batches that were worked through. A test counts the same at the modules.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ class Work:
     attended: int = 0
     responses: int = 0
 
-    def add(self, rollout: Rollout, rows: Tensor | None = None) -> None:
-        """Count these rows of a rollout, or all."""
+    def add(self, rollout: Rollout, rows: Tensor | None = None, *, with_last: bool = True) -> None:
+        """Count these rows of a rollout, or all; without their last tokens where those were sampled and not read."""
         mask = rollout.attention_mask if rows is None else rollout.attention_mask[rows]
-        lengths = mask.sum(dim=1)
+        lengths = mask.sum(dim=1) - int(not with_last)
         self.rows += len(lengths)
         self.tokens += int(lengths.sum())
         self.attended += int((lengths * (lengths + 1) // 2).sum())
@@ -45,18 +49,19 @@ class Accountant:
 
     def step(self, rollout: Rollout, actor: Work, critic: Work, *, full_kl: bool) -> dict[str, float]:
         """Metrics of a step whose learn phase took `actor` and `critic` forward and backward."""
-        counter, sampled = PassCounter(), Work()
-        sampled.add(rollout)
+        counter, whole, sampling = PassCounter(), Work(), Work()
+        whole.add(rollout)
+        sampling.add(rollout, with_last=False)
         if self._trunk_layers:
-            self._forward(counter, "trunk", "generate", sampled, self._trunk_layers, "none")
-        for _ in range(2):  # sampling, and log-probs by the training engine
-            self._forward(counter, "actor", "generate", sampled, self._branch_layers, "lm")
+            self._forward(counter, "trunk", "generate", whole, self._trunk_layers, "none")
+        for work in (sampling, whole):  # the latter for log-probs by the training engine
+            self._forward(counter, "actor", "generate", work, self._branch_layers, "lm")
         for role in ("actor", "reference") if full_kl else ():
-            self._forward(counter, role, "score", sampled, self._branch_layers, "lm")
-        self._forward(counter, "reference", "score", sampled, self._branch_layers, "lm")
-        self._forward(counter, "critic", "score", sampled, self._branch_layers, "scalar")
+            self._forward(counter, role, "score", whole, self._branch_layers, "lm")
+        self._forward(counter, "reference", "score", whole, self._branch_layers, "lm")
+        self._forward(counter, "critic", "score", whole, self._branch_layers, "scalar")
         if self._has_reward:
-            self._forward(counter, "reward", "score", sampled, self._branch_layers, "scalar")
+            self._forward(counter, "reward", "score", whole, self._branch_layers, "scalar")
         trained_roles: tuple[tuple[str, Work, Head], ...] = (("actor", actor, "lm"), ("critic", critic, "scalar"))
         for role, work, head in trained_roles:
             self._forward(counter, role, "learn", work, self._branch_layers, head)
@@ -67,7 +72,7 @@ class Accountant:
                 recompute_head=head == "lm" and trained,
             )
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
-        return counter.take(sampled.rows)
+        return counter.take(whole.rows)
 
     def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
         counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))

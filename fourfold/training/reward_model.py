@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import RunConfig
+from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Scorer, make_trainable, scorer_on
@@ -41,12 +43,17 @@ def bradley_terry_sum(margins: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scores_of(scorer: Scorer, cache: TextCache, texts: Texts, batch_size: int) -> Tensor:
-    """Scores of texts, in their order."""
+    """Scores of texts, in their order; one that is not finite stops the stage."""
     order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
     scores = torch.zeros(len(texts))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         scores[rows] = scorer.scores(cache.activations([texts[row] for row in rows])[0]).cpu()
+    if bad := int((~torch.isfinite(scores)).sum()):
+        raise RunFailed(
+            f"reward: the reward model's scores of {bad} of {len(scores)} texts are not finite; nothing was stored, "
+            "the stage's last checkpoint is kept; its weights are damaged, or reward.learning_rate is too high"
+        )
     return scores
 
 
@@ -76,6 +83,10 @@ def train_reward(
     settings, record = config.reward, record_for(config, "scorer")
     rows = draw(len(texts), STANDARDISE_TEXTS, seed=config.seed, name="standardise") if settings.standardise else []
     yardstick = [texts[row] for row in rows]
+    if len(yardstick) == 1:
+        raise ValueError(
+            "reward.standardise: data.texts has 1 text, whose score has no spread; give more, or set it to false"
+        )
     fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + yardstick, "reward: trunk activations")
     scorer = _initial_scorer(config, base, sft)
     make_trainable(scorer, with_language_head=False)
@@ -121,8 +132,14 @@ def _initial_scorer(config: RunConfig, base: Base, sft: Path | None) -> Scorer:
 @torch.no_grad()
 def standardise(scorer: Scorer, scores: Tensor) -> None:
     """Set the head's scale and shift so that these scores get mean 0 and standard deviation 1."""
+    assert len(scores) > 1, "one score has no deviation"
     deviation = float(scores.std())
-    if not deviation > 0:
+    if not math.isfinite(deviation):
+        raise RunFailed(
+            f"reward: the reward model's scores of {len(scores)} texts have the standard deviation {deviation}; "
+            "nothing was stored, the stage's last checkpoint is kept; try a lower reward.learning_rate"
+        )
+    if deviation == 0:
         raise ValueError("reward.standardise: all texts get the same score; the reward model has learned nothing")
     scale = 1.0 / deviation
     scorer.head.shift.copy_((scorer.head.shift - float(scores.mean())) * scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.progress import stage_progress
+from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, make_trainable
@@ -31,11 +33,16 @@ def nll_sum(policy: Policy, activations: Activations, ids: Tensor) -> tuple[Tens
 
 @torch.no_grad()
 def mean_nll(policy: Policy, cache: TextCache, texts: Texts, batch_size: int) -> float:
-    """Nats a token on texts (teacher-forced)."""
+    """Nats a token on texts (teacher-forced); a mean that is not finite stops the stage."""
     total, count = 0.0, 0
     for rows in epoch_batches([len(text) for text in texts], batch_size, seed=0, epoch=0):
         loss, tokens = nll_sum(policy, *cache.activations([texts[row] for row in rows]))
         total, count = total + float(loss), count + tokens
+    if not math.isfinite(total):
+        raise RunFailed(
+            f"sft: the sft policy's loss on held-out texts is {total / count}; nothing was stored, the stage's last "
+            "checkpoint is kept; its weights are damaged, or sft.learning_rate is too high"
+        )
     return total / count
 
 

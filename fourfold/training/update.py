@@ -52,8 +52,10 @@ class _Totals:
     actor: Work = field(default_factory=Work)
     critic: Work = field(default_factory=Work)
 
-    def mean(self, name: str, denominator: str) -> float:
-        return self.sums[name] / self.sums[denominator] if self.sums[denominator] else 0.0
+    def means(self, denominator: str, **names: str) -> dict[str, float]:
+        """Sums over a denominator, under the metrics' names; none where nothing was counted: 0 would say something."""
+        count = self.sums[denominator]
+        return {metric: self.sums[name] / count for metric, name in names.items()} if count else {}
 
 
 def update(
@@ -162,18 +164,22 @@ def _actor_step(
 
 
 def _metrics(totals: _Totals, learner: Learner, stopped: bool) -> dict[str, float]:
+    policy = totals.means(
+        "actor_tokens",
+        policy_loss_per_token="policy_loss",
+        entropy_per_token_mean="entropy",
+        approx_kl_per_token_mean="approx_kl",
+        ratio_mean="ratio",
+        policy_clip_fraction="clipped",
+        dual_clip_fraction="dual_clipped",
+    )
+    if policy:
+        policy["ratio_max"] = totals.maxima["ratio"]
     return {
-        "policy_loss_per_token": totals.mean("policy_loss", "actor_tokens"),
-        "value_loss_per_token": totals.mean("value_loss", "critic_tokens"),
-        "entropy_per_token_mean": totals.mean("entropy", "actor_tokens"),
-        "approx_kl_per_token_mean": totals.mean("approx_kl", "actor_tokens"),
-        "ratio_mean": totals.mean("ratio", "actor_tokens"),
-        "ratio_max": totals.maxima["ratio"],
-        "policy_clip_fraction": totals.mean("clipped", "actor_tokens"),
-        "dual_clip_fraction": totals.mean("dual_clipped", "actor_tokens"),
-        "value_clip_fraction": totals.mean("value_clipped", "critic_tokens"),
-        "actor_grad_norm": totals.mean("actor_grad_norm", "actor_steps"),
-        "critic_grad_norm": totals.mean("critic_grad_norm", "critic_steps"),
+        **policy,
+        **totals.means("critic_tokens", value_loss_per_token="value_loss", value_clip_fraction="value_clipped"),
+        **totals.means("actor_steps", actor_grad_norm="actor_grad_norm"),
+        **totals.means("critic_steps", critic_grad_norm="critic_grad_norm"),
         "actor_learning_rate": learner.actor_optimizer.learning_rate,
         "critic_learning_rate": learner.critic_optimizer.learning_rate,
         "actor_optimizer_steps": totals.sums["actor_steps"],

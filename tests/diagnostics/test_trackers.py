@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fourfold.diagnostics.trackers import JsonlTracker, TensorBoardTracker, make_trackers, read_jsonl
+from fourfold.errors import RunFailed
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -131,7 +132,7 @@ def test_steps_rise_within_a_kind(tmp_path: Path, step: int) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1.0", torch.tensor(1.0)])
 def test_what_is_no_finite_number_is_refused_by_name(tmp_path: Path, value) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="'kl_coef' of step 4"):
+    with pytest.raises(RunFailed, match=r"^log: metric 'kl_coef' of step 4 is "):
         tracker.log({"step": 4, "score_mean": 1.0, "kl_coef": value}, "ppo_step")
     tracker.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
@@ -183,7 +184,7 @@ def test_a_resumed_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
 def test_tensorboard_refuses_what_is_not_finite(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     tracker = TensorBoardTracker(tmp_path)
-    with pytest.raises(ValueError, match="'kl_coef'"):
+    with pytest.raises(RunFailed, match="'kl_coef'"):
         tracker.log({"step": 1, "kl_coef": float("nan")}, "ppo_step")
     tracker.close()
 

@@ -156,8 +156,14 @@ def _pickled(path: Path) -> None:
     os.remove(path / "model.safetensors")
 
 
+def _cut_short(path: Path) -> None:
+    tiny_directory(path)
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
 @pytest.mark.parametrize(
-    "make", [_nothing, _empty, _broken_json, _strange_type, _no_language_model, _without_weights, _pickled]
+    "make", [_nothing, _empty, _broken_json, _strange_type, _no_language_model, _without_weights, _pickled, _cut_short]
 )
 def test_what_is_no_model_is_refused_with_what_is_allowed(tmp_path: Path, make) -> None:
     """Pickled weights count as none: nothing is unpickled."""

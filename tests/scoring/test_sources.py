@@ -85,13 +85,20 @@ def test_texts_stop_where_the_masks_stop() -> None:
 # --- numbers that are none --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf"), 1e39, -3.5e38, 10**400])
 def test_a_row_without_a_finite_number_is_not_valid_and_the_others_are(bad: float | None) -> None:
-    """FAULTS M5."""
+    """FAULTS M5: scores are float32, which 1e39 does not fit; 10**400 fits no float at all."""
     scores, valid = ask(lambda _, responses: [1.5, bad, -2.0])
     assert valid == [True, False, True]
     assert scores[[0, 2]].tolist() == [1.5, -2.0]
     assert torch.isfinite(scores).all()
+
+
+@pytest.mark.parametrize("number", [3.4e38, -3.4e38, 1e-50])
+def test_what_float32_can_hold_is_a_score(number: float) -> None:
+    """The largest numbers are finite, and what is too small for float32 is 0."""
+    scores, valid = ask(lambda _, responses: [number] * 3)
+    assert valid == [True] * 3 and scores.tolist() == [torch.tensor(number).item()] * 3
 
 
 def test_numbers_may_come_as_any_sequence_of_numbers() -> None:
@@ -188,8 +195,8 @@ def test_a_name_that_is_no_function_is_refused() -> None:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_models_scores_that_are_not_finite_are_not_valid() -> None:
-    """FAULTS M5."""
+def test_a_models_score_that_is_not_finite_stops_the_run() -> None:
+    """It would come again: a model that is damaged is named, its rows are not left out one by one."""
     model = tiny_model("llama")
     scorer: Scorer = scorer_on(Policy(cut(model, 2, 4, compute_dtype=torch.float32), LanguageHead.of(model)))
     scorer.head.linear.weight.data.fill_(1.0)
@@ -197,6 +204,5 @@ def test_a_models_scores_that_are_not_finite_are_not_valid() -> None:
     clean, valid = ModelReward(scorer)(Activations(inputs, ROLLOUT.attention_mask), ROLLOUT)
     assert valid.tolist() == [True] * 3 and len(set(clean.tolist())) == 3
     inputs[1] = torch.nan
-    scores, valid = ModelReward(scorer)(Activations(inputs, ROLLOUT.attention_mask), ROLLOUT)
-    assert valid.tolist() == [True, False, True]
-    torch.testing.assert_close(scores[[0, 2]], clean[[0, 2]])
+    with pytest.raises(RunFailed, match=r"^score: the reward model's scores of 1 of 3 responses are not finite"):
+        ModelReward(scorer)(Activations(inputs, ROLLOUT.attention_mask), ROLLOUT)

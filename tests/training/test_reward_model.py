@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Scorer
@@ -77,6 +78,36 @@ def test_standardised_scores_have_mean_0_and_deviation_1(tmp_path: Path) -> None
     scorer.head.linear.weight.zero_()
     with pytest.raises(ValueError, match="all texts get the same score"):
         standardise(scorer, scores_of(scorer, cache, TEXTS, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_scores_that_are_not_finite_stop_the_stage_and_count_for_nothing(tmp_path: Path, value: float) -> None:
+    """FAULTS B10: a NaN is neither a lost pair nor a score that all texts share."""
+    _, scorer, cache = scorer_for(tmp_path)
+    next(scorer.branch.parameters()).flatten()[0] = value
+    message = "^reward: the reward model's scores of 4 of 4 texts are not finite; nothing was stored"
+    with pytest.raises(RunFailed, match=message):
+        scores_of(scorer, cache, TEXTS, 2)
+    with pytest.raises(RunFailed, match=message):
+        pair_accuracy(scorer, cache, PAIRS, 2)
+    with pytest.raises(RunFailed, match="scores of 2 texts have the standard deviation nan"):
+        standardise(scorer, torch.tensor([1.0, value]))
+    assert scorer.head.scale == 1.0 and scorer.head.shift == 0.0
+
+
+def test_one_text_has_no_spread_to_standardise_by(tmp_path: Path) -> None:
+    """It is said before the training, not after."""
+    tree = settings(tmp_path)
+    (tmp_path / "one.jsonl").write_text('{"text": "the film is a quiet joy"}\n')
+    changes = {
+        "stages": ["reward"],
+        "data": {"texts": {"path": str(tmp_path / "one.jsonl")}, "texts_test": None},
+        "reward": {"init": "base"},
+    }
+    with pytest.raises(ValueError, match=r"data\.texts has 1 text, whose score has no spread"):
+        run(merged(tree, changes))
+    assert not (tmp_path / "run" / "reward" / "checkpoints").exists()
 
 
 @torch.no_grad()

@@ -58,6 +58,18 @@ def test_a_few_texts_are_learned_by_heart(tmp_path: Path, sharing: str) -> None:
     assert sft["test_nll_before"] > 4.0 and sft["test_nll_after"] < 0.1 * sft["test_nll_before"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_not_finite_stops_the_stage(tmp_path: Path, value: float) -> None:
+    """FAULTS B10: NaN is no JSON, so it must not become the stage's metric."""
+    base = load_base(make_config(settings(tmp_path)))
+    next(base.policy.branch.parameters()).flatten()[0] = value
+    cache = TextCache(base)
+    fill_cache(cache, TEXTS, "test")
+    with pytest.raises(RunFailed, match=r"^sft: the sft policy's loss on held-out texts is nan; nothing was stored"):
+        mean_nll(base.policy, cache, TEXTS, 2)
+
+
 def weights_after(folder: Path, name: str, **sft: int) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

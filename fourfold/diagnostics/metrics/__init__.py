@@ -43,6 +43,8 @@ def metrics_markdown() -> str:
         "Generated from `fourfold/diagnostics/metrics/`; change the table there.",
         "",
         "Rows are lines of `metrics.jsonl`, each with its `kind`. A metric is its formula divided by its denominator.",
+        "Where nothing was measured there is no number: a row lacks the actor's losses, ratios and entropy as long as",
+        "`critic.warmup_rollouts` last, its gradient norm when it took no step, the judge where none is configured.",
         "What is healthy is a rule of thumb for runs like the example; settings are named as in the configuration.",
     ]
     for kind, sections in _SECTIONS.items():
@@ -55,7 +57,7 @@ def metrics_markdown() -> str:
 def _markdown_table(metrics: Iterable[Metric]) -> list[str]:
     rows = ["| metric | unit | formula | denominator | healthy | if not |", "|---|---|---|---|---|---|"]
     for m in metrics:
-        name = f"`{m.name}`" if m.promised else f"`{m.name}` (where configured)"
+        name = f"`{m.name}`" if m.promised else f"`{m.name}` (not in every row)"
         cells = (name, m.unit, m.formula, m.denominator, m.healthy, m.remedy)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows

@@ -30,7 +30,7 @@ _EXPECTED_PASSES = {
         "forward",
     ): "2 + `ppo.num_epochs`: one samples, one takes log-probs again, one an epoch (one more for KL 'full')",
     ("critic", "forward"): "1 + `ppo.num_epochs`: one scores, one an epoch",
-    ("reference", "forward"): "1",
+    ("reference", "forward"): "1 (2 for KL 'full')",
     ("reward", "forward"): "1; 0 when the reward is a function",
     ("actor", "backward"): "`ppo.num_epochs`, fewer when early_stopped",
     ("critic", "backward"): "`ppo.num_epochs`, fewer when early_stopped",
@@ -72,6 +72,8 @@ def _time_and_memory() -> tuple[Metric, ...]:
 def _work_of(model: str) -> tuple[Metric, ...]:
     passes, tokens = [], []
     for direction in DIRECTIONS:
+        # The last token of a response is sampled and never fed to the actor again.
+        unread = "; in sampling without the last of each response" if (model, direction) == ("actor", "forward") else ""
         healthy = _EXPECTED_PASSES.get((model, direction), "0: it is frozen")
         passes.append(
             Metric(
@@ -87,7 +89,7 @@ def _work_of(model: str) -> tuple[Metric, ...]:
             Metric(
                 f"{model}_{direction}_tokens",
                 "tokens",
-                f"tokens of those rows, prompts included ({direction})",
+                f"tokens of those rows, prompts included ({direction}{unread})",
                 "none",
                 "in proportion to the passes",
                 "none needed",

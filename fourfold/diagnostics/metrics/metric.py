@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Metric:
     """A number that a run logs: what it is, what it is divided by, what is healthy, what to do when it is not.
 
-    A `promised` metric is in every row of its kind; the others appear where the settings call for them.
+    A `promised` metric is in every row of its kind; the others where there was something to measure.
     """
 
     name: str

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from fourfold.diagnostics.metrics.metric import Metric
 
+# What was sampled, what of it has a score, and what of that is learned from: `ppo.truncation` = "drop" and scores that
+# are not valid make three different numbers of these.
+SAMPLED = "responses of the rollout"
+VALID = "responses of the rollout with a valid score"
+LEARNED = "responses learned from"
+SAMPLED_TOKENS = "response tokens of the rollout"
+LEARNED_TOKENS = "response tokens of the responses learned from"
+
 COUNTERS = (
     Metric("step", "count", "PPO steps finished", "none", "rises by 1 a row", "none needed"),
     Metric("episodes", "count", "responses sampled since the start", "none", "rises", "none needed"),
@@ -16,31 +24,31 @@ ROLLOUT = (
     Metric(
         "score_mean",
         "score",
-        "mean of the reward's scores, before normalisation, clipping and penalties",
-        "responses of the rollout that are learned from",
+        "sum of the reward's scores, before normalisation, clipping and penalties",
+        VALID,
         "rises, then levels off",
         "flat: raise `ppo.learning_rate` or lower `ppo.kl_coef`; rising while texts get worse: raise `ppo.kl_coef`",
     ),
     Metric(
         "score_shaped_mean",
         "score",
-        "sum of scores after normalisation, clipping and penalties, of the rows that were learned from",
-        "rows learned from",
+        "sum of scores after normalisation, clipping and penalties",
+        LEARNED,
         "rises",
         "far below score_mean: penalties dominate; lower `ppo.missing_eos_penalty` or `ppo.length_penalty`",
     ),
     Metric(
         "score_std",
         "score",
-        "standard deviation of those scores",
-        "responses of the rollout that are learned from",
+        "standard deviation of the scores of score_mean",
+        VALID,
         "well above 0",
         "near 0: all responses score alike, so nothing can be learned; look at samples, raise `ppo.kl_coef`",
     ),
     Metric(
         "score_raw_min",
         "score",
-        "smallest of those scores",
+        "smallest of the scores of score_mean",
         "none",
         "within the range seen in reward training",
         "far outside: set `ppo.score_clip`",
@@ -48,7 +56,7 @@ ROLLOUT = (
     Metric(
         "score_raw_max",
         "score",
-        "largest of those scores",
+        "largest of the scores of score_mean",
         "none",
         "within the range seen in reward training",
         "far outside: set `ppo.score_clip`; read that response, it may exploit the reward model",
@@ -56,7 +64,7 @@ ROLLOUT = (
     Metric(
         "invalid_scores",
         "count",
-        "responses whose score is None, NaN or infinite",
+        "responses whose score is None, NaN or infinite (as float32)",
         "none",
         "0",
         "mend the reward; `reward.on_failure` and `reward.retries` say what happens meanwhile",
@@ -73,7 +81,7 @@ ROLLOUT = (
         "reward_per_sequence_mean",
         "reward",
         "sum over tokens of the shaped reward (score after shaping - kl_coef x KL)",
-        "responses of the rollout that are learned from",
+        LEARNED,
         "rises",
         "falls while score_mean rises: KL costs more than the score gains; lower `ppo.learning_rate`",
     ),
@@ -81,7 +89,7 @@ ROLLOUT = (
         "kl_per_sequence_mean",
         "nats",
         "sum over tokens of KL(actor, reference) by `ppo.kl_estimator`: the number that is penalised",
-        "responses of the rollout",
+        SAMPLED,
         "near 0 at first, then below about 10",
         "too large: raise `ppo.kl_coef` or set `ppo.kl_controller` = 'adaptive' with `ppo.kl_target`",
     ),
@@ -89,7 +97,7 @@ ROLLOUT = (
         "kl_per_token_mean",
         "nats",
         "sum over tokens of the same KL",
-        "response tokens of the rollout",
+        SAMPLED_TOKENS,
         "near 0 at first, then below about 0.5",
         "as for kl_per_sequence_mean",
     ),
@@ -97,7 +105,7 @@ ROLLOUT = (
         "kl_k1_per_sequence_mean",
         "nats",
         "sum over tokens of log p(actor) - log p(reference): unbiased, can be negative on few samples",
-        "responses of the rollout",
+        SAMPLED,
         "about kl_k3_per_sequence_mean; slightly negative now and then is noise",
         "negative for many steps: responses are not drawn from the actor; look at sampler_gap_mean",
     ),
@@ -105,7 +113,7 @@ ROLLOUT = (
         "kl_k3_per_sequence_mean",
         "nats",
         "sum over tokens of exp(-d) - 1 + d with d = log p(actor) - log p(reference): never negative",
-        "responses of the rollout",
+        SAMPLED,
         "about kl_k1_per_sequence_mean",
         "far above it: a few tokens have nearly left the reference; raise `ppo.kl_coef`",
     ),
@@ -121,7 +129,7 @@ ROLLOUT = (
         "response_length_mean",
         "tokens",
         "sum of response lengths, EOS included",
-        "responses of the rollout",
+        SAMPLED,
         "stays near the start's",
         "runs to an end of the range: set `ppo.length_penalty` and `ppo.length_range`",
     ),
@@ -137,7 +145,7 @@ ROLLOUT = (
         "eos_share",
         "share",
         "responses that ended by an EOS id or a stop string",
-        "responses of the rollout that are learned from",
+        SAMPLED,
         "above 0.9 once trained",
         "low: set `ppo.missing_eos_penalty` or raise `sampling.max_new_tokens`",
     ),
@@ -145,7 +153,7 @@ ROLLOUT = (
         "sampler_gap_mean",
         "nats",
         "sum over tokens of |sampler_log_probs - log_probs|",
-        "response tokens of the rollout",
+        SAMPLED_TOKENS,
         "below 1e-4 in float32, 0.05 in bfloat16",
         "larger: sampler and trainer disagree, so ratios start off 1; try `precision.compute` = 'float32'",
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.rollout import LEARNED_TOKENS
 
 _ACTOR_TOKENS = "response tokens of the mini-batches that the actor went through"
 _CRITIC_TOKENS = "response tokens of the mini-batches that the critic went through"
-_TOKENS = "response tokens of the rollout"
+# Standard deviations are Bessel-corrected.
+_LESS_ONE = f"{LEARNED_TOKENS}, less 1"
 
 POLICY = (
     Metric(
@@ -16,6 +18,7 @@ POLICY = (
         _ACTOR_TOKENS,
         "falls slowly",
         "collapses: raise `ppo.kl_coef` or `ppo.entropy_coef`, lower `ppo.learning_rate`",
+        promised=False,
     ),
     Metric(
         "policy_loss_per_token",
@@ -24,6 +27,7 @@ POLICY = (
         _ACTOR_TOKENS,
         "small, either sign; its size says little",
         "judge by score_mean and approx_kl_per_token_mean",
+        promised=False,
     ),
     Metric(
         "approx_kl_per_token_mean",
@@ -32,6 +36,7 @@ POLICY = (
         _ACTOR_TOKENS,
         "0.001 to 0.03",
         "larger: lower `ppo.learning_rate` or `ppo.num_epochs`, or set `ppo.target_kl`; smaller: raise them",
+        promised=False,
     ),
     Metric(
         "ratio_mean",
@@ -40,6 +45,7 @@ POLICY = (
         _ACTOR_TOKENS,
         "0.98 to 1.02",
         "off in the first epoch: sampler and trainer disagree; later: lower `ppo.learning_rate`",
+        promised=False,
     ),
     Metric(
         "ratio_max",
@@ -48,6 +54,7 @@ POLICY = (
         "none",
         "below about 5",
         "larger: lower `ppo.learning_rate` or set `ppo.dual_clip`",
+        promised=False,
     ),
     Metric(
         "policy_clip_fraction",
@@ -56,6 +63,7 @@ POLICY = (
         _ACTOR_TOKENS,
         "0.02 to 0.3",
         "larger: lower `ppo.learning_rate` or `ppo.num_epochs`; 0 for long: raise `ppo.learning_rate`",
+        promised=False,
     ),
     Metric(
         "dual_clip_fraction",
@@ -64,6 +72,7 @@ POLICY = (
         _ACTOR_TOKENS,
         "near 0",
         "larger: lower `ppo.learning_rate`",
+        promised=False,
     ),
     Metric(
         "actor_grad_norm",
@@ -72,6 +81,7 @@ POLICY = (
         "optimizer steps of the actor in this step",
         "steady, near `ppo.max_grad_norm` or below",
         "spikes: lower `ppo.learning_rate` or set `ppo.score_clip`",
+        promised=False,
     ),
     Metric(
         "actor_learning_rate",
@@ -136,7 +146,7 @@ VALUE = (
         "explained_variance",
         "share",
         "1 - var(returns - values) / var(returns), values as they were when the rollout was scored",
-        _TOKENS,
+        LEARNED_TOKENS,
         "rises above 0.3; 1 is perfect",
         "below 0 for long: raise `critic.learning_rate` or `critic.warmup_rollouts`, set `critic.init` = 'reward'",
     ),
@@ -144,18 +154,23 @@ VALUE = (
         "value_return_spearman",
         "correlation",
         "Spearman's rank correlation of values and returns",
-        _TOKENS,
+        LEARNED_TOKENS,
         "rises above 0.3",
         "near 0: the critic does not order states; as for explained_variance",
     ),
     Metric(
-        "value_mean", "return", "sum over tokens of the values", _TOKENS, "near return_mean", "as for advantage_mean"
+        "value_mean",
+        "return",
+        "sum over tokens of the values",
+        LEARNED_TOKENS,
+        "near return_mean",
+        "as for advantage_mean",
     ),
     Metric(
         "value_std",
         "return",
         "standard deviation of the values",
-        _TOKENS,
+        _LESS_ONE,
         "above 0, below return_std",
         "0: the critic says the same everywhere; raise `critic.learning_rate`",
     ),
@@ -163,7 +178,7 @@ VALUE = (
         "return_mean",
         "return",
         "sum over tokens of the returns",
-        _TOKENS,
+        LEARNED_TOKENS,
         "rises",
         "as for reward_per_sequence_mean",
     ),
@@ -171,7 +186,7 @@ VALUE = (
         "return_std",
         "return",
         "standard deviation of the returns",
-        _TOKENS,
+        _LESS_ONE,
         "about 1",
         "far above: set `ppo.reward_normalization` or `ppo.score_clip`",
     ),
@@ -179,7 +194,7 @@ VALUE = (
         "advantage_mean",
         "advantage",
         "sum over tokens of the advantages that are learned from",
-        _TOKENS,
+        LEARNED_TOKENS,
         "0 under `ppo.whiten_advantages`",
         "far from 0: the critic lags behind; raise `critic.learning_rate`",
     ),
@@ -187,7 +202,7 @@ VALUE = (
         "advantage_std",
         "advantage",
         "standard deviation of those advantages",
-        _TOKENS,
+        _LESS_ONE,
         "1 under `ppo.whiten_advantages`",
         "without it: keep near 1 by `ppo.reward_normalization`",
     ),

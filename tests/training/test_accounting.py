@@ -1,0 +1,112 @@
+"""What a row says that each model did is what hooks on the models see it do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from fourfold.models.roles import freeze
+from fourfold.models.split import Part
+from fourfold.scoring.sources import ModelReward
+from fourfold.training.accounting import Accountant
+from fourfold.training.trainer import Trainer
+from training.runs import SHARINGS, by_function, give_value_head, make_config, make_trainer, merged, settings
+
+ROLES = ("trunk", "actor", "critic", "reference", "reward")
+ROWS = 8
+
+
+class Seen:
+    """Rows and real tokens that went through each part; a pass that goes on from a cache is the same pass."""
+
+    def __init__(self, parts: dict[str, Part]) -> None:
+        self.rows: Counter[tuple[str, str]] = Counter()
+        self.tokens: Counter[tuple[str, str]] = Counter()
+        for role, part in parts.items():
+            part.register_forward_hook(self._hook(role))
+
+    def _hook(self, role: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            time, mask = output.shape[1], args[1]
+            rows = len(output) if mask.shape[1] == time else 0
+            tokens = int(mask[:, -time:].sum())
+            self._count(role, "forward", rows, tokens)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._count(role, "backward", rows, tokens))
+
+        return hook
+
+    def _count(self, role: str, direction: str, rows: int, tokens: int) -> None:
+        self.rows[role, direction] += rows
+        self.tokens[role, direction] += tokens
+
+
+def trainer_for(folder: Path, sharing: str, **ppo: Any) -> tuple[Trainer, Seen]:
+    """A trainer with a reward model, and the hooks on all that it has."""
+    ppo = {"num_epochs": 2, "mini_batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3} | ppo
+    trainer = make_trainer(make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), SHARINGS[sharing]))))
+    models = trainer.models
+    give_value_head(models)
+    models.reward = models.base.new_scorer()
+    freeze(models.reward)
+    trainer.reward, trainer.accountant = ModelReward(models.reward), Accountant(models)
+    parts = {role: getattr(models, role).branch for role in ROLES[1:]}
+    if models.base.trunk is not None:
+        parts["trunk"] = models.base.trunk
+    return trainer, Seen(parts)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "k1": {},
+    "full KL": {"kl_estimator": "full"},
+    "stopped by KL": {"target_kl": 1e-4},
+    "cut responses dropped": {"truncation": "drop"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_passes_and_tokens_are_those_that_the_models_saw(tmp_path: Path, sharing: str, case: str) -> None:
+    trainer, seen = trainer_for(tmp_path, sharing, **CASES[case])
+    row = trainer.step()
+    assert 0 < row["eos_share"] < 1, "responses that end and responses that are cut"
+    assert row["early_stopped"] == (case == "stopped by KL")
+    assert (row["dropped_rows"] > 0) == (case == "cut responses dropped")
+    for role in ROLES:
+        for direction in ("forward", "backward"):
+            assert row[f"{role}_{direction}_passes"] * ROWS == pytest.approx(seen.rows[role, direction]), (
+                role,
+                direction,
+            )
+            assert row[f"{role}_{direction}_tokens"] == seen.tokens[role, direction], (role, direction)
+    assert (seen.rows["trunk", "forward"] > 0) == (sharing == "trunk")
+    assert seen.rows["reference", "forward"] == ROWS * (2 if case == "full KL" else 1)
+    assert min(seen.rows[role, direction] for role in ("actor", "critic") for direction in ("forward", "backward")) > 0
+
+
+def test_the_critic_alone_works_while_it_warms_up(tmp_path: Path) -> None:
+    trainer, seen = trainer_for(tmp_path, "trunk")
+    trainer.config = trainer.config.model_copy(
+        update={"critic": trainer.config.critic.model_copy(update={"warmup_rollouts": 1})}
+    )
+    row = trainer.step()
+    assert row["actor_backward_passes"] == row["actor_learn_flops"] == seen.rows["actor", "backward"] == 0
+    assert row["actor_forward_passes"] * ROWS == seen.rows["actor", "forward"] == 2 * ROWS
+    assert row["critic_backward_passes"] * ROWS == seen.rows["critic", "backward"] == 2 * ROWS
+
+
+def test_flops_follow_the_tokens(tmp_path: Path) -> None:
+    """By hand for the trunk of the tiny Llama: two a multiply-add of the matrices, four a key, head and dimension."""
+    trainer, _ = trainer_for(tmp_path, "trunk")
+    rollout, _ = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
+    row = trainer.step()
+    hidden, width, layers = 32, 64, 2
+    matrices = hidden * hidden * 2 + hidden * (hidden // 2) * 2 + 3 * hidden * width
+    lengths = rollout.attention_mask.sum(dim=1)
+    attended = int((lengths * (lengths + 1) // 2).sum())
+    assert row["trunk_generate_flops"] == layers * (2 * matrices * int(lengths.sum()) + 4 * hidden * attended)
+    assert row["trunk_score_flops"] == row["trunk_learn_flops"] == row["reference_learn_flops"] == 0
