@@ -28,6 +28,7 @@ def problems(config: RunConfig) -> list[str]:
         *_optimizers(config),
         *_reward(config),
         *_ppo(config),
+        *_warm_ups(config),
         *_lengths(config),
         *_ignored(config),
     ]
@@ -45,9 +46,13 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
     if config.reward.source != "checkpoint":
         because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
     if config.reward.source != "function":
-        because(f"reward.source = {config.reward.source!r} calls no function", "reward", "function")
+        # A model answers the same way every time: no use to ask it again, and a score that is not finite stops the run.
+        reason = f"reward.source = {config.reward.source!r} calls no function"
+        because(reason, "reward", "function", "retries", "on_failure")
     if config.reward.source != "train":
-        because(f"reward.source = {config.reward.source!r} trains no reward model", "reward", *REWARD_TRAINING)
+        reason = f"reward.source = {config.reward.source!r} trains no reward model"
+        because(reason, "reward", *REWARD_TRAINING)
+        because(reason, "data", "pairs", "pairs_test")
     if config.ppo.kl_controller == "fixed":
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:
@@ -199,6 +204,18 @@ def _ppo(config: RunConfig) -> Iterator[str]:
         )
     if "" in config.sampling.stop_strings:
         yield "sampling.stop_strings: an empty text would end every response at once; leave it out"
+
+
+def _warm_ups(config: RunConfig) -> Iterator[str]:
+    """Only of ppo: how many steps sft and reward take depends on their data."""
+    rollouts = {"critic": config.ppo.steps, "ppo": config.ppo.steps - config.critic.warmup_rollouts}
+    for name, count in rollouts.items():
+        given, total = getattr(config, name).warmup_steps, count * config.ppo.updates_a_rollout
+        if given > total > 0:
+            yield (
+                f"{name}.warmup_steps: given {given}, but there are {total} optimizer steps in all, so that "
+                f"{name}.learning_rate is never reached; allowed: at most {total}"
+            )
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from fourfold.config.checks import ignored_keys
+from fourfold.config.checks import ignored_keys, is_given
 from fourfold.config.describe import all_settings, tables
 from fourfold.config.paths import missing_packages, missing_paths
 from fourfold.config.schema import RunConfig
@@ -191,8 +191,10 @@ def check_packages(config: RunConfig) -> None:
 
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration with its defaults; it loads to an equal one. What nothing reads is left out."""
-    ignored = ignored_keys(config)
-    tree = _without(config.model_dump(mode="json"), "", set(ignored))
+    ignored = set(ignored_keys(config))
+    if "sft" not in config.stages and not is_given(config, "reward.init"):
+        ignored.add("reward.init")  # written down, "sft" would be refused where there is none
+    tree = _without(config.model_dump(mode="json"), "", ignored)
     return tomli_w.dumps(tree)
 
 

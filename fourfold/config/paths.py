@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fourfold.config.checks import DATASETS
 
 if TYPE_CHECKING:
-    from fourfold.config.schema import RunConfig
+    from fourfold.config.schema import DatasetSection, RunConfig
 
 DATA_EXTENSIONS = (".jsonl", ".parquet", ".csv")
 
@@ -26,6 +26,9 @@ def missing_packages(config: RunConfig) -> list[str]:
     wanted = {name: f"tracking.trackers holds {name!r}" for name in config.tracking.trackers}
     if config.evaluation.judge == "vader" and config.data.prompts_test is not None:
         wanted["vaderSentiment"] = "evaluation.judge = 'vader'"
+    hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
+    if hub:
+        wanted["datasets"] = f"{' and '.join(hub)}, read from the hub"
     return [
         f"{reason}, but the Python package {name} is not installed; try: pip install {name}"
         for name, reason in wanted.items()
@@ -64,17 +67,34 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield f"model.path: the folder {path!r} holds no config.json; allowed: a folder written by save_pretrained"
 
 
-def _datasets(config: RunConfig) -> Iterator[str]:
+def _given_datasets(config: RunConfig) -> Iterator[tuple[str, DatasetSection]]:
     for name in DATASETS:
         dataset = getattr(config.data, name)
-        if dataset is None:
-            continue
+        if dataset is not None:
+            yield name, dataset
+
+
+def _is_hub(path: str) -> bool:
+    """Whether a data path is a `datasets` id with its split, such as 'imdb:train'."""
+    name, _, split = path.partition(":")
+    return bool(name and split) and not (_is_data_file(path) or looks_local(path) or _resolved(path).exists())
+
+
+def _is_data_file(path: str) -> bool:
+    return Path(path).suffix.lower() in DATA_EXTENSIONS
+
+
+def _datasets(config: RunConfig) -> Iterator[str]:
+    for name, dataset in _given_datasets(config):
         path = dataset.path
-        if path.endswith(DATA_EXTENSIONS):
+        if _is_data_file(path):
             if not _resolved(path).is_file():
                 yield f"data.{name}.path: no file {path!r} (from {os.getcwd()})"
-        elif looks_local(path) or _resolved(path).exists():
-            yield f"data.{name}.path: {path!r}; allowed: files that end in {', '.join(DATA_EXTENSIONS)}, or a hub id"
+        elif not _is_hub(path):
+            yield (
+                f"data.{name}.path: {path!r}; allowed: files that end in {', '.join(DATA_EXTENSIONS)}, or a hub id "
+                "with its split, such as 'imdb:train'"
+            )
 
 
 def _reward(config: RunConfig) -> Iterator[str]:
@@ -84,7 +104,10 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 def _folders(config: RunConfig) -> Iterator[str]:
     """Folders that the run writes: the nearest one that exists must be a folder that we may write to."""
-    for key, path in (("output", config.output), ("model.cache", config.model.cache)):
+    folders = {"output": config.output}
+    if config.model.path.endswith(".gguf"):
+        folders["model.cache"] = config.model.cache
+    for key, path in folders.items():
         folder = _resolved(path).absolute()
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent

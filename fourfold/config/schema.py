@@ -117,7 +117,9 @@ class RewardSection(OptimizerSection):
         description="'module:name' of a Python function (source = 'function'): "
         "takes prompts and responses (lists of str), returns a list of float.",
     )
-    init: Literal["sft", "base"] = Field(default="sft", description="Weights that the reward model starts from.")
+    init: Literal["sft", "base"] = Field(
+        default="sft", description="Weights that the reward model starts from; by default the base's where no sft is."
+    )
     num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs.")
     batch_size: PositiveInt = Field(default=32, description="Pairs an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Pairs a forward pass; divides batch_size.")
@@ -127,9 +129,9 @@ class RewardSection(OptimizerSection):
         description="Shift and scale the score so that 256 of the sft texts have mean 0 and standard deviation 1 "
         "(the numbers are saved with the model).",
     )
-    retries: Count = Field(default=2, description="How often a failing scorer is asked again.")
+    retries: Count = Field(default=2, description="How often a function that fails is asked again.")
     on_failure: Literal["stop", "drop"] = Field(
-        default="stop", description="What a scorer that fails after the retries does: stop the run, or drop the rows."
+        default="stop", description="What a function that fails after the retries does: stop the run, or drop the rows."
     )
 
 
@@ -225,6 +227,11 @@ class PpoSection(OptimizerSection):
         description="A response cut by length: its score counts; or the value of the last state stands for "
         "the rest; or it is not learned from.",
     )
+
+    @property
+    def updates_a_rollout(self) -> int:
+        """Optimizer steps of one rollout when no epoch ends early."""
+        return self.num_epochs * -(-self.rollout_batch_size // self.mini_batch_size)
 
 
 class EvaluationSection(Section):

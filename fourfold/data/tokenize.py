@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fourfold.data.records import Content, Message, PairRecord, PromptRecord, TextRecord
+from fourfold.data.sources import REPORTED_ROWS
 
 Truncation = Literal["drop", "left", "right", "error"]
 PREVIEW_CHARACTERS = 240
@@ -33,7 +34,8 @@ class TruncationReport:
 
     def describe(self) -> str:
         """One sentence for the start of a run, without its full stop."""
-        head = f"{self.rows:,} rows, the longest of {self.longest:,} tokens; limit {self.limit:,}: "
+        limit = f"limit {self.limit:,}, truncation {self.policy!r}"
+        head = f"{self.rows:,} rows, the longest of {self.longest:,} tokens; {limit}: "
         if self.too_long == 0:
             body = "none is too long"
         else:
@@ -121,13 +123,13 @@ def encode_pairs(
 
 
 def _encode_texts(tokenizer: Any, records: Sequence[TextRecord], eos_id: int) -> list[list[int]]:
-    rendered = [_render_text(tokenizer, record.text, eos_id, row) for row, record in enumerate(records, start=1)]
+    rendered = _rendered(tokenizer, [record.text for record in records], eos_id)
     encoded = _ids(tokenizer, rendered, {eos_id, tokenizer.eos_token_id})
     return [[*_without_eos(ids, {eos_id}), eos_id] for ids in encoded]
 
 
 def _encode_prompts(tokenizer: Any, records: Sequence[PromptRecord]) -> list[list[int]]:
-    rendered = [_render_prompt(tokenizer, record.prompt, row) for row, record in enumerate(records, start=1)]
+    rendered = _rendered(tokenizer, [record.prompt for record in records], None)
     return _ids(tokenizer, rendered, {tokenizer.eos_token_id})
 
 
@@ -168,38 +170,53 @@ class _Rendered:
     templated: bool
 
 
-def _render_text(tokenizer: Any, content: Content, eos_id: int, row: int) -> _Rendered:
-    if isinstance(content, str):
-        return _Rendered(content, templated=False)
-    text = _template(tokenizer, content, row, generation=False)
-    # Most templates end the last turn by EOS and a line break; a response ends at EOS, so the line break goes.
-    stripped = text.rstrip()
-    ends = stripped.endswith(tokenizer.convert_ids_to_tokens(eos_id))
-    return _Rendered(stripped if ends else text, templated=True)
-
-
-def _render_prompt(tokenizer: Any, content: Content, row: int) -> _Rendered:
-    if isinstance(content, str):
-        return _Rendered(content, templated=False)
-    return _Rendered(_template(tokenizer, content, row, generation=True), templated=True)
-
-
-def _template(tokenizer: Any, content: tuple[Message, ...], row: int, *, generation: bool) -> str:
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
+def _rendered(tokenizer: Any, contents: Sequence[Content], eos_id: int | None) -> list[_Rendered]:
+    """Whole texts that end at `eos_id`, or (where that is None) prompts with the opening of the assistant's turn."""
+    if tokenizer.chat_template is None and not all(isinstance(content, str) for content in contents):
         raise ValueError(
             "the rows hold messages, but the tokenizer has no chat template; allowed: rows of plain text, "
             "or a model whose tokenizer has a template (often called Instruct or Chat)"
         )
+    rendered, bad = [], []
+    for row, content in enumerate(contents, start=1):
+        try:
+            rendered.append(_render(tokenizer, content, eos_id))
+        except ValueError as error:
+            bad.append((row, str(error)))
+    _refuse_rows(bad, len(contents))
+    return rendered
+
+
+def _render(tokenizer: Any, content: Content, eos_id: int | None) -> _Rendered:
+    if isinstance(content, str):
+        return _Rendered(content, templated=False)
+    text = _template(tokenizer, content, generation=eos_id is None)
+    # Most templates end the last turn by EOS and a line break; a response ends at EOS, so the line break goes.
+    stripped = text.rstrip()
+    ends = eos_id is not None and stripped.endswith(tokenizer.convert_ids_to_tokens(eos_id))
+    return _Rendered(stripped if ends else text, templated=True)
+
+
+def _template(tokenizer: Any, content: tuple[Message, ...], *, generation: bool) -> str:
+    from jinja2 import TemplateError
+
     messages = [{"role": message.role, "content": message.content} for message in content]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
     except TemplateError as error:
         roles = ", ".join(message.role for message in content)
         raise ValueError(
-            f"row {row}: the tokenizer's chat template refuses the messages ({error}); roles given: {roles}"
+            f"the tokenizer's chat template refuses the messages ({error}); roles given: {roles}"
         ) from error
+
+
+def _refuse_rows(bad: Sequence[tuple[int, str]], rows: int) -> None:
+    if bad:
+        lines = [f"{len(bad):,} of {rows:,} rows cannot be used:"]
+        lines += [f"  row {row}: {reason}" for row, reason in bad[:REPORTED_ROWS]]
+        if len(bad) > REPORTED_ROWS:
+            lines.append(f"  and {len(bad) - REPORTED_ROWS:,} more")
+        raise ValueError("\n".join([*lines, "mend or remove them, or check the tokenizer"]))
 
 
 def _ids(tokenizer: Any, texts: Sequence[_Rendered], eos_ids: set[int]) -> list[list[int]]:
@@ -213,9 +230,8 @@ def _ids(tokenizer: Any, texts: Sequence[_Rendered], eos_ids: set[int]) -> list[
             for row, ids in zip(rows, batch["input_ids"], strict=True):
                 # An EOS that a template writes closes somebody's turn, so it stays.
                 encoded[row] = list(ids) if templated else _without_eos(ids, eos_ids)
-    for row, ids in enumerate(encoded, start=1):
-        if not ids:
-            raise ValueError(f"row {row} has no token: {texts[row - 1].text!r}; leave it out, or check the tokenizer")
+    empty = [row for row, ids in enumerate(encoded) if not ids]
+    _refuse_rows([(row + 1, f"{texts[row].text!r} has no token") for row in empty], len(texts))
     return encoded
 
 

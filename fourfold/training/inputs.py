@@ -1,17 +1,42 @@
-"""Data of a run, read and encoded before anything trains: every bad row is known first."""
+"""Data of a run: read before a model is loaded, encoded before anything trains; every bad row is known first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from fourfold.config.schema import DatasetSection, RunConfig
-from fourfold.data.records import read_pairs, read_prompts, read_texts
+from fourfold.data.records import (
+    BadRowsError,
+    PairRecord,
+    PromptRecord,
+    TextRecord,
+    read_pairs,
+    read_prompts,
+    read_texts,
+)
 from fourfold.data.tokenize import encode_pairs, encode_prompts, encode_texts
 from fourfold.models.loading import Base
 from fourfold.training.reward_model import Pair
 from fourfold.training.supervised import Texts
 from fourfold.training.texts import draw
+
+Say = Callable[[str], None]
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Records:
+    """Rows of everything that the chosen stages read; empty where a stage is not run or a set is not given."""
+
+    texts: list[TextRecord]
+    texts_test: list[TextRecord]
+    pairs: list[PairRecord]
+    pairs_test: list[PairRecord]
+    prompts: list[PromptRecord]
+    prompts_test: list[PromptRecord]
 
 
 @dataclass
@@ -26,28 +51,81 @@ class Inputs:
     prompts_test: Texts = ()
 
 
-def read_inputs(config: RunConfig, base: Base, say: Callable[[str], None]) -> Inputs:
-    """Read what the stages need; `say` gets one line for each data set: its size and what was too long."""
-    data, stages = config.data, config.stages
+class _Errors:
+    """What is wrong with the data sets, collected so that one error tells everything."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, ValueError] = {}
+
+    def rows(self, name: str, work: Callable[[], Sequence[Row]]) -> list[Row]:
+        """The rows of data set `name`; none where they cannot be used."""
+        try:
+            return list(work())
+        except ValueError as error:
+            self._found[name] = error
+            return []
+
+    def refuse(self) -> None:
+        """Raise what was found: one error as it is, several as one."""
+        if len(self._found) == 1:
+            raise next(iter(self._found.values()))
+        if self._found:
+            bad = sum(error.total for error in self._found.values() if isinstance(error, BadRowsError))
+            counted = f" ({bad:,} bad rows in all)" if bad else ""
+            lines = [f"{len(self._found)} data sets cannot be used{counted}; nothing was trained"]
+            raise ValueError("\n".join([*lines, *(f"data.{name}: {error}" for name, error in self._found.items())]))
+
+
+def read_inputs(config: RunConfig, base: Base, say: Say) -> Inputs:
+    """Read and encode what the stages need."""
+    return encode_inputs(config, base, read_records(config), say)
+
+
+def read_records(config: RunConfig) -> Records:
+    """Read what the stages need, which takes no model; every data set is read before any is refused."""
+    stages, errors = config.stages, _Errors()
     trains_reward = "reward" in stages and config.reward.source == "train"
-    inputs = Inputs()
-    if "sft" in stages or (trains_reward and config.reward.standardise):
-        texts = _texts(config, base, data.texts, "texts", say)
-        rows = draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")
-        inputs.texts = [texts[row] for row in rows]
-    if "sft" in stages:
-        inputs.texts_test = _texts(config, base, data.texts_test, "texts_test", say)
-    if trains_reward:
-        pairs = _pairs(config, base, data.pairs, "pairs", say)
-        rows = draw(len(pairs), config.reward.max_pairs, seed=config.seed, name="pairs")
-        inputs.pairs = [pairs[row] for row in rows]
-        inputs.pairs_test = _pairs(config, base, data.pairs_test, "pairs_test", say)
-    if "ppo" in stages:
-        inputs.prompts = _prompts(config, base, data.prompts, "prompts", say)
-        inputs.prompts_test = _prompts(config, base, data.prompts_test, "prompts_test", say)[
-            : config.evaluation.max_prompts
-        ]
-    return inputs
+
+    def read(name: str, reader: Callable[[DatasetSection], list[Row]], needed: bool) -> list[Row]:
+        section = getattr(config.data, name)
+        return errors.rows(name, lambda: reader(section)) if needed and section is not None else []
+
+    records = Records(
+        texts=read("texts", read_texts, "sft" in stages or (trains_reward and config.reward.standardise)),
+        texts_test=read("texts_test", read_texts, "sft" in stages),
+        pairs=read("pairs", read_pairs, trains_reward),
+        pairs_test=read("pairs_test", read_pairs, trains_reward),
+        prompts=read("prompts", read_prompts, "ppo" in stages),
+        prompts_test=read("prompts_test", read_prompts, "ppo" in stages),
+    )
+    errors.refuse()
+    return records
+
+
+def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> Inputs:
+    """Token ids of the records; `say` gets one line for each data set: its size and what was too long."""
+    errors = _Errors()
+    texts, texts_test = (
+        errors.rows(name, partial(_texts, config, base, rows, name, say))
+        for name, rows in (("texts", records.texts), ("texts_test", records.texts_test))
+    )
+    pairs, pairs_test = (
+        errors.rows(name, partial(_pairs, config, base, rows, name, say))
+        for name, rows in (("pairs", records.pairs), ("pairs_test", records.pairs_test))
+    )
+    prompts, prompts_test = (
+        errors.rows(name, partial(_prompts, config, base, rows, name, say))
+        for name, rows in (("prompts", records.prompts), ("prompts_test", records.prompts_test))
+    )
+    errors.refuse()
+    return Inputs(
+        [texts[row] for row in draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")],
+        texts_test,
+        [pairs[row] for row in draw(len(pairs), config.reward.max_pairs, seed=config.seed, name="pairs")],
+        pairs_test,
+        prompts,
+        prompts_test[: config.evaluation.max_prompts],
+    )
 
 
 def _eos(base: Base) -> int:
@@ -56,48 +134,34 @@ def _eos(base: Base) -> int:
     return own if own in base.eos_ids else min(base.eos_ids)
 
 
-def _texts(
-    config: RunConfig, base: Base, section: DatasetSection | None, name: str, say: Callable[[str], None]
-) -> Texts:
-    if section is None:
+def _texts(config: RunConfig, base: Base, records: list[TextRecord], name: str, say: Say) -> Texts:
+    if not records:
         return []
     data = config.data
     encoded, report = encode_texts(
-        base.tokenizer,
-        read_texts(section),
-        eos_id=_eos(base),
-        max_tokens=data.max_text_tokens,
-        truncation=data.truncation,
+        base.tokenizer, records, eos_id=_eos(base), max_tokens=data.max_text_tokens, truncation=data.truncation
     )
     say(f"data.{name}: {report.describe()}")
     return encoded
 
 
-def _pairs(
-    config: RunConfig, base: Base, section: DatasetSection | None, name: str, say: Callable[[str], None]
-) -> list[Pair]:
-    if section is None:
+def _pairs(config: RunConfig, base: Base, records: list[PairRecord], name: str, say: Say) -> list[Pair]:
+    if not records:
         return []
     data = config.data
     encoded, report, mismatch = encode_pairs(
-        base.tokenizer,
-        read_pairs(section),
-        eos_id=_eos(base),
-        max_tokens=data.max_text_tokens,
-        truncation=data.truncation,
+        base.tokenizer, records, eos_id=_eos(base), max_tokens=data.max_text_tokens, truncation=data.truncation
     )
     say(f"data.{name}: {report.describe()}; tokens differ at the prompt's end in {mismatch:.1%} of the pairs")
     return [(pair.chosen, pair.rejected) for pair in encoded]
 
 
-def _prompts(
-    config: RunConfig, base: Base, section: DatasetSection | None, name: str, say: Callable[[str], None]
-) -> Texts:
-    if section is None:
+def _prompts(config: RunConfig, base: Base, records: list[PromptRecord], name: str, say: Say) -> Texts:
+    if not records:
         return []
     data = config.data
     encoded, report = encode_prompts(
-        base.tokenizer, read_prompts(section), max_tokens=data.max_prompt_tokens, truncation=data.truncation
+        base.tokenizer, records, max_tokens=data.max_prompt_tokens, truncation=data.truncation
     )
     say(f"data.{name}: {report.describe()}")
     return encoded

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import random
-import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import numpy
 import torch
 
 from fourfold.config import RunConfig, check_packages, check_paths
+from fourfold.config.checks import is_given
 from fourfold.diagnostics.metrics import METRICS
-from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
+from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, device_of, load_base
+from fourfold.models.storage import CHECKPOINT_STATE, CHECKPOINT_TENSORS, RECORD, TENSORS
 from fourfold.rollout.sampler import row_seed
+from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder
-from fourfold.training.inputs import Inputs, read_inputs
+from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
@@ -41,6 +45,8 @@ def prepare(config: RunConfig) -> RunConfig:
     check_paths(config)
     check_packages(config)
     _check_best_metric(config)
+    if config.reward.source == "function":
+        import_function(config.reward.function)
     config = resolve(config)
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
@@ -66,28 +72,72 @@ def _check_best_metric(config: RunConfig) -> None:
         raise ValueError(f"checkpoint.best_metric: given {given!r}; {hint}allowed with these settings: {allowed}")
 
 
+def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
+    """Refuse a stage that lacks the model it starts from, before one is loaded and the folder is taken."""
+    reward = config.reward
+    if reward.source == "checkpoint":
+        _check_stored_scorer(config, Path(reward.checkpoint).expanduser())
+    elif "ppo" in config.stages and folder.finished("ppo") is None and "reward" not in config.stages:
+        _reward_model(config, folder)
+    if _reward_lacks_sft(config, folder) and is_given(config, "reward.init"):
+        raise ValueError(
+            f"reward.init: given 'sft', but stages has no sft and {folder.stage('sft')} no finished one; run the stage "
+            'sft first, put it into stages, or set reward.init = "base"'
+        )
+
+
+def _check_stored_scorer(config: RunConfig, folder: Path) -> None:
+    """Whether a folder holds a reward model for this run's model and cut, by its record; weights are not read."""
+    record, state = (RunFolder(folder).read_json(name) or {} for name in (RECORD, CHECKPOINT_STATE))
+    stored, tensors = (record, TENSORS) if record else (state.get("record"), CHECKPOINT_TENSORS)
+    if not stored or not (folder / tensors).is_file():
+        raise ValueError(
+            f"reward.checkpoint: no stored role at {str(folder)!r} ({RECORD} and {TENSORS}); allowed: the folder "
+            "reward/model of a run, or a checkpoint of its stage reward"
+        )
+    for name, wanted in asdict(record_for(config, "scorer")).items():
+        if (got := stored.get(name)) != wanted:
+            raise ValueError(
+                f"reward.checkpoint: {str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they "
+                "must agree"
+            )
+
+
+def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
+    """Whether a reward model that is to start from the sft model finds none."""
+    trains = "reward" in config.stages and config.reward.source == "train" and folder.finished("reward") is None
+    has_sft = "sft" in config.stages or folder.finished("sft") is not None
+    return trains and config.reward.init == "sft" and not has_sft
+
+
 def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     """Carry out `config.stages` in the run's folder; returns (and writes) the summary."""
     config = prepare(config)
     folder = RunFolder(Path(config.output).expanduser())
-    folder.claim(config)
+    _check_what_stages_start_from(config, folder)
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
+    # Before the folder is taken: to mend what is wrong with the data can take other settings.
+    records = read_records(config.model_copy(update={"stages": tuple(todo)}))
+    folder.claim(config)
     for stage in config.stages:
         if stage not in todo:
             say(f"{stage}: finished earlier, skipped")
     if todo:
-        _carry_out(config, folder, todo, say)
+        _carry_out(config, folder, todo, records, say)
     summary = summarise_run(config, folder)
     folder.write_json(SUMMARY, summary)
     return summary
 
 
-def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], say: Say) -> None:
+def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: Records, say: Say) -> None:
+    if _reward_lacks_sft(config, folder):
+        say("reward.init: there is no stage sft, so the reward model starts from the base model")
     meter = PhaseMeter(device_of(config))
     with meter.phase("load"):
         base = load_base(config)
-    needed = config.model_copy(update={"stages": tuple(todo)})
-    inputs = read_inputs(needed, base, say)
+    inputs = encode_inputs(config, base, records, say)
+    if "ppo" in todo:
+        say(planned_ppo(config, len(inputs.prompts)))
     if "sft" in todo:
         _stage(
             config,
@@ -102,6 +152,20 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], say: Say) 
         stores = Stores(_sft_model(folder), _reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
+
+
+def planned_ppo(config: RunConfig, prompts: int) -> str:
+    """What the stage ppo does in all, in one line; `target_kl` and dropped rows can make it fewer optimizer steps."""
+    ppo = config.ppo
+    responses = ppo.steps * ppo.rollout_batch_size
+    drawn = responses // config.sampling.responses_per_prompt
+    critic = ppo.steps * ppo.updates_a_rollout
+    actor = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
+    return (
+        f"ppo: {ppo.steps:,} steps x {ppo.rollout_batch_size:,} = {responses:,} responses to {drawn:,} prompts "
+        f"({drawn / prompts:.1f} times the {prompts:,} given); {actor:,} optimizer steps of the actor, {critic:,} of "
+        "the critic"
+    )
 
 
 def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
@@ -123,13 +187,16 @@ def _stage(
     config: RunConfig, folder: RunFolder, meter: PhaseMeter, name: str, work: Callable[[], dict[str, Any]]
 ) -> None:
     _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
-    started = time.perf_counter()
-    with meter.phase(name):
-        metrics = work()
-    seconds, peak = time.perf_counter() - started, meter.totals()[name].peak_bytes
-    load = meter.totals()["load"]
-    record = {"metrics": metrics, "seconds": seconds, "peak_bytes": peak}
-    folder.finish(name, {**record, "load_seconds": load.seconds, "load_peak_bytes": load.peak_bytes})
+    folder.note_spent(meter.totals())
+    try:
+        with meter.phase(name):
+            metrics = work()
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk must not hide what happened
+            folder.note_spent(meter.totals())
+        raise
+    folder.note_spent(meter.totals())
+    folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})
 
 
 def _sft_model(folder: RunFolder) -> Path | None:
@@ -152,26 +219,18 @@ def _reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
 def summarise_run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     """Everything a reader wants to know of a run: before, after, reward model, seconds and bytes by phase."""
     summary: dict[str, Any] = {"output": str(folder.root), "seed": config.seed, "stages": {}}
-    seconds: dict[str, float] = {}
-    peaks: dict[str, int] = {}
     for stage in ("sft", "reward", "ppo"):
         record = folder.finished(stage)
-        if record is None:
-            continue
-        seconds[stage], peaks[stage] = record["seconds"], record["peak_bytes"]
-        seconds["load"] = max(seconds.get("load", 0.0), record["load_seconds"])
-        peaks["load"] = max(peaks.get("load", 0), record["load_peak_bytes"])
-        if stage != "ppo":
+        if record is not None and stage != "ppo":
             summary["stages"][stage] = record["metrics"]
     if "pair_accuracy" in summary["stages"].get("reward", {}):
         summary["reward_model"] = {"pair_accuracy": summary["stages"]["reward"]["pair_accuracy"]}
-    metrics = folder.stage("ppo") / "metrics.jsonl"
-    for row in read_jsonl(metrics, "ppo_step") if metrics.is_file() else ():
-        for phase in TIMED_PHASES:
-            seconds[phase] = seconds.get(phase, 0.0) + row[f"{phase}_seconds"]
-            peaks[phase] = max(peaks.get(phase, 0), row[f"{phase}_peak_bytes"])
     for name in ("before", "after"):
         evaluation = folder.read_json(f"ppo/{name}.json")
         if evaluation is not None:
             summary[name] = evaluation["metrics"]
-    return {**summary, "seconds": seconds, "peak_bytes": peaks}
+    spent = folder.spent()
+    order = [name for name in ("load", "sft", "reward", "ppo", *TIMED_PHASES) if name in spent]
+    summary["seconds"] = {name: spent[name].seconds for name in order}
+    summary["peak_bytes"] = {name: spent[name].peak_bytes for name in order}
+    return summary

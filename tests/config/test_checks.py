@@ -24,9 +24,13 @@ prompts.path = "c.csv"
 
 
 def found(*overrides: str, base: str = BASE) -> list[str]:
+    """Problems of `base` with these overrides; NO_PAIRS takes the pairs out."""
     tree: dict[str, Any] = tomllib.loads(base)
     for override in overrides:
-        apply_override(tree, override)
+        if override == NO_PAIRS:
+            del tree["data"]["pairs"]
+        else:
+            apply_override(tree, override)
     try:
         parse_config(tree, "test")
     except ConfigError as error:
@@ -34,6 +38,9 @@ def found(*overrides: str, base: str = BASE) -> list[str]:
     return []
 
 
+NO_PAIRS = "without pairs"
+LOADED = [NO_PAIRS, "reward.source=checkpoint", "reward.checkpoint=x"]
+CALLED = [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.init=actor"]
 EVALUATED = "data.prompts_test.path=d.csv"
 
 REFUSED = [
@@ -72,13 +79,29 @@ REFUSED = [
     (["ppo.kl_controller=adaptive", "ppo.kl_coef=0"], "ppo.kl_controller: 'adaptive' multiplies kl_coef"),
     (["ppo.kl_loss_estimator=k3"], "ppo.kl_loss_estimator: given, but ppo.kl_loss_coef = 0"),
     (["ppo.missing_eos_penalty=1", "ppo.truncation=drop"], "ppo.missing_eos_penalty: given 1.0, but .* 'drop'"),
-    (["reward.source=checkpoint"], "reward.checkpoint: not given"),
+    ([NO_PAIRS, "reward.source=checkpoint"], "reward.checkpoint: not given"),
     (["reward.checkpoint=x"], "reward.checkpoint: given, but reward.source = 'train' loads no reward model"),
     (["reward.function=a:b"], "reward.function: given, but reward.source = 'train' calls no function"),
-    (["reward.source=function", "critic.init=actor"], "reward.function: given '', but .* needs 'module:name'"),
-    (["reward.source=function", "critic.init=actor", "reward.function=a.b"], "reward.function: given 'a.b'"),
-    (["reward.source=function", "reward.function=a:b"], "critic.init: 'reward' copies the reward model"),
-    (["reward.source=checkpoint", "reward.checkpoint=x", "reward.num_epochs=2"], "reward.num_epochs: given, but"),
+    ([*CALLED, "reward.function=''"], "reward.function: given '', but .* needs 'module:name'"),
+    ([*CALLED, "reward.function=a.b"], "reward.function: given 'a.b'"),
+    ([*CALLED, "critic.init=reward"], "critic.init: 'reward' copies the reward model"),
+    ([*LOADED, "reward.num_epochs=2"], "reward.num_epochs: given, but"),
+    ([*LOADED, "reward.init=base"], "reward.init: given, but reward.source = 'checkpoint' trains no reward model"),
+    (["reward.retries=3"], "reward.retries: given, but reward.source = 'train' calls no function"),
+    ([*LOADED, "reward.retries=3"], "reward.retries: given, but reward.source = 'checkpoint' calls no function"),
+    ([*LOADED, "reward.on_failure=drop"], "reward.on_failure: given, but reward.source = 'checkpoint'"),
+    (LOADED[1:], "data.pairs: given, but reward.source = 'checkpoint' trains no reward model"),
+    (CALLED[1:], "data.pairs: given, but reward.source = 'function' trains no reward model"),
+    ([*CALLED, "data.pairs_test.path=d.csv"], "data.pairs_test: given, but reward.source = 'function'"),
+    (
+        ["ppo.steps=3", "ppo.warmup_steps=13"],
+        "ppo.warmup_steps: given 13, but there are 12 optimizer steps in all, .*; allowed: at most 12",
+    ),
+    (["ppo.steps=3", "critic.warmup_rollouts=1", "ppo.warmup_steps=9"], "ppo.warmup_steps: given 9, .* at most 8"),
+    (
+        ["ppo.steps=3", "ppo.mini_batch_size=8", "ppo.micro_batch_size=8", "critic.warmup_steps=49"],
+        "critic.warmup_steps: given 49, but there are 48 optimizer steps",
+    ),
     (["stages=[]"], "stages: given .., allowed: at least one"),
     (["stages=['ppo', 'sft']"], r"stages: given \['ppo', 'sft'\]; .* try \['sft', 'ppo'\]"),
     (["stages=['sft', 'sft']"], r"stages: given \['sft', 'sft'\]; .* try \['sft'\]"),
@@ -120,8 +143,12 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
         ["ppo.length_penalty=0.1", "ppo.length_range=[8, 0]"],
         ["ppo.length_penalty=0.1", "ppo.length_range=[0, 9]"],
         ["ppo.missing_eos_penalty=1"],
-        ["reward.source=function", "reward.function=pack.mod:name", "critic.init=base"],
-        ["reward.source=checkpoint", "reward.checkpoint=x"],
+        [*CALLED, "reward.function=pack.mod:name", "critic.init=base"],
+        [*CALLED, "reward.retries=0", "reward.on_failure=drop"],
+        LOADED,
+        ["stages=['ppo']"],
+        ["stages=['reward']", "reward.init=sft"],
+        ["ppo.steps=3", "critic.warmup_rollouts=1", "ppo.warmup_steps=8", "critic.warmup_steps=12"],
         ["sharing.mode=none"],
         [EVALUATED, "evaluation.every=5", "checkpoint.best_metric=eval_judge_mean", "checkpoint.best_mode=min"],
         ["checkpoint.best_metric=score_mean", "checkpoint.best_mode=min"],
@@ -143,8 +170,7 @@ def test_each_stage_needs_its_data() -> None:
     assert found("data.texts.path=a.csv", "stages=['sft']", base=BARE) == []
     assert found("data.prompts.path=a.csv", "stages=['ppo']", base=BARE) == []
     assert found("data.pairs.path=a.csv", "stages=['reward']", "reward.standardise=false", base=BARE) == []
-    function = ["reward.source=function", "reward.function=a:b", "critic.init=actor"]
-    assert found("data.prompts.path=a.csv", "stages=['reward', 'ppo']", *function, base=BARE) == []
+    assert found("data.prompts.path=a.csv", "stages=['reward', 'ppo']", *CALLED[1:], base=BARE) == []
 
 
 def test_many_contradictions_are_listed_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,8 @@ def _tree(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+PPO_ONLY = ["data={prompts = {path = 'prompts.parquet'}}", "stages=['ppo']"]
+FUNCTION = [*PPO_ONLY, "reward.source=function", "reward.function=a.b:c", "critic.init=actor"]
 EVALUATED = "[data.prompts_test]\npath='t.csv'\n"
 
 
@@ -173,8 +176,10 @@ EVALUATED = "[data.prompts_test]\npath='t.csv'\n"
         ("", []),
         (EVALUATED, ["evaluation.judge=vader", "checkpoint.best_metric=eval_judge_mean", "evaluation.every=5"]),
         ("", ["sharing.mode=none"]),
-        ("", ["reward.source=function", "reward.function=a.b:c", "critic.init=actor"]),
-        ("", ["reward.source=checkpoint", "reward.checkpoint=runs/rm"]),
+        ("", [*FUNCTION, "reward.retries=0", "reward.on_failure=drop"]),
+        ("", [*PPO_ONLY, "reward.source=checkpoint", "reward.checkpoint=runs/rm"]),
+        ("", ["stages=['reward', 'ppo']"]),
+        ("", ["stages=['reward', 'ppo']", "reward.init=sft"]),
         ("", ["ppo.kl_coef=0", "ppo.kl_loss_coef=0.1", "ppo.kl_loss_estimator=k3", "ppo.target_kl=0"]),
         ("", ["ppo.kl_controller=adaptive", "ppo.kl_target=3", "tracking.trackers=['tensorboard']"]),
         ("", ["data.texts.columns.text='a \\\\ \"b\" é \\n'", "ppo.length_penalty=1", "ppo.length_range=[2, 9]"]),
@@ -187,6 +192,16 @@ def test_what_is_saved_loads_to_the_same(tmp_path: Path, extra: str, overrides: 
     again = load_config(path)
     assert again == config
     assert dump_toml(again) == dump_toml(config)
+
+
+def test_a_default_that_falls_back_is_not_written_down(tmp_path: Path) -> None:
+    """ "sft" given where there is no sft is an error, so a saved default would not load to the same."""
+    for overrides, saved in (
+        (["stages=['reward', 'ppo']"], False),
+        (["stages=['reward', 'ppo']", "reward.init=base"], True),
+        ([], True),
+    ):
+        assert ("init" in _tree(dump_toml(load(tmp_path, "", *overrides)))["reward"]) == saved
 
 
 finite = st.floats(min_value=0, max_value=1e300, exclude_min=True, allow_nan=False)
@@ -227,6 +242,8 @@ def test_paths_are_checked_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "models" / "tiny" / "config.json").touch()
     check_paths(load(tmp_path, "", "model.path=./models/tiny"))
     check_paths(load(tmp_path, "", "data.texts.path=imdb:train", "model.path=owner/model"))
+    (tmp_path / "prompts.parquet").rename(tmp_path / "PROMPTS.Parquet")
+    check_paths(load(tmp_path, "", "data.prompts.path=PROMPTS.Parquet"))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +256,11 @@ def test_paths_are_checked_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("model.path=/a/b/c", "model.path: no folder '/a/b/c'"),
         ("data.texts.path=./texts.txt", "allowed: files that end in .jsonl, .parquet, .csv, or a hub id"),
         ("data.texts.path=~/no-such-file.jsonl", "data.texts.path: no file '~/no-such-file.jsonl'"),
-        ("model.cache=pairs.csv/x", "is not a folder"),
+        ("data.texts.path=imdb", "data.texts.path: 'imdb'; allowed: files .*, or a hub id with its split, such as"),
+        ("data.pairs.path=owner/set", "data.pairs.path: 'owner/set'; allowed: files .*, or a hub id with its split"),
+        ("data.pairs.path=owner/set:", "data.pairs.path: 'owner/set:'; allowed"),
+        ("data.pairs.path=:train", "data.pairs.path: ':train'; allowed"),
+        ("data.pairs.path=owner/set:train", ""),
     ],
 )
 def test_a_path_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str) -> None:
@@ -252,24 +273,40 @@ def test_a_path_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return
     with pytest.raises(ConfigError) as caught:
         check_paths(config)
-    assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+    [problem] = caught.value.problems
+    assert re.search(message, problem), problem
+
+
+def test_only_a_model_that_is_converted_needs_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts.jsonl", "pairs.csv", "prompts.parquet", "x.gguf"):
+        (tmp_path / name).touch()
+    check_paths(load(tmp_path, "", "model.cache=pairs.csv/x"))
+    with pytest.raises(ConfigError, match=r"model\.cache: 'pairs\.csv/x' cannot be made.* is not a folder") as caught:
+        check_paths(load(tmp_path, "", "model.cache=pairs.csv/x", "model.path=x.gguf"))
+    assert len(caught.value.problems) == 1
 
 
 def test_reward_checkpoint_must_be_a_folder(tmp_path: Path) -> None:
-    config = load(tmp_path, "", "reward.source=checkpoint", f"reward.checkpoint={tmp_path / 'rm'}")
+    config = load(tmp_path, "", *PPO_ONLY, "reward.source=checkpoint", f"reward.checkpoint={tmp_path / 'rm'}")
     with pytest.raises(ConfigError, match=r"reward\.checkpoint: no folder"):
         check_paths(config)
 
 
 def test_missing_packages_are_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FAULTS N4: a log backend that is not installed is an error before anything runs."""
-    config = load(tmp_path, EVALUATED, "tracking.trackers=['tensorboard']", "evaluation.judge=vader")
+    hub = ["data.texts.path=imdb:train", "data.pairs.path=owner/set:train"]
+    config = load(tmp_path, EVALUATED, "tracking.trackers=['tensorboard']", "evaluation.judge=vader", *hub)
     monkeypatch.setattr(sys, "path", [])
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tensorboard", "vaderSentiment")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tensorboard", "vaderSentiment", "datasets")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match="tensorboard is not installed") as caught:
         check_packages(config)
-    assert len(caught.value.problems) == 2
+    assert len(caught.value.problems) == 3
+    assert (
+        "data.texts.path = 'imdb:train' and data.pairs.path = 'owner/set:train', read from the hub, but the Python "
+        "package datasets is not installed; try: pip install datasets"
+    ) in caught.value.problems
     check_packages(load(tmp_path))
 
 

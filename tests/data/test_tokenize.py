@@ -105,13 +105,20 @@ def test_missing_and_refusing_templates_are_explained() -> None:
     with pytest.raises(ValueError, match="no chat template"):
         encode_prompt(tokenizer, PromptRecord((ASK,)))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"row 2: .*roles must alternate.*: user, user"):
-        encode_prompts(tokenizer, [PromptRecord("plain"), PromptRecord((ASK, ASK))], max_tokens=64, truncation="drop")
+    records = [PromptRecord("plain"), PromptRecord((ASK, ASK)), PromptRecord((ASK, SAY))]
+    refused = (
+        r"2 of 3 rows cannot be used:\n  row 2: .*roles must alternate.*: user, user\n  row 3: .*: user, assistant\n"
+    )
+    with pytest.raises(ValueError, match=refused):
+        encode_prompts(tokenizer, records, max_tokens=64, truncation="drop")
 
 
-def test_a_row_without_any_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="row 2 has no token"):
+def test_rows_without_any_token_are_refused_all_at_once() -> None:
+    with pytest.raises(ValueError, match=r"^1 of 2 rows cannot be used:\n  row 2: '<eos>' has no token\n"):
         encode_texts(PLAIN, [TextRecord("a"), TextRecord("<eos>")], eos_id=EOS, max_tokens=9, truncation="drop")
+    records = [PromptRecord("a"), *[PromptRecord("<eos>")] * 12]
+    with pytest.raises(ValueError, match=r"^12 of 13 rows.*\n(  row .*\n){10}  and 2 more\n"):
+        encode_prompts(PLAIN, records, max_tokens=9, truncation="drop")
 
 
 @pytest.mark.parametrize(
@@ -155,16 +162,18 @@ def test_drop_leaves_out_what_is_too_long_and_says_so() -> None:
     assert [len(ids) for ids in encoded] == [3, 5]
     assert (report.rows, report.too_long, report.dropped, report.longest, report.longest_kept) == (4, 2, 2, 9, 5)
     assert report.describe() == (
-        "4 rows, the longest of 9 tokens; limit 5: 2 too long, left out; 2 rows of at most 5 tokens remain; "
-        "first row: '01<eos>'"
+        "4 rows, the longest of 9 tokens; limit 5, truncation 'drop': 2 too long, left out; 2 rows of at most 5 tokens "
+        "remain; first row: '01<eos>'"
     )
 
 
 def test_nothing_too_long() -> None:
+    """FAULTS L5: what would have happened is stated all the same."""
     for policy in ("drop", "left", "right", "error"):
         encoded, report = encode_texts(PLAIN, texts_of(3, 5), eos_id=EOS, max_tokens=5, truncation=policy)
         assert [ids[-1] for ids in encoded] == [EOS, EOS]
-        assert "none is too long" in report.describe() and "without EOS" not in report.describe()
+        assert f"limit 5, truncation {policy!r}: none is too long" in report.describe()
+        assert "without EOS" not in report.describe()
 
 
 def test_left_keeps_the_end_and_bos() -> None:

@@ -14,7 +14,19 @@ from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import RunFailed
 from fourfold.scoring.sources import FunctionReward
 from fourfold.training.checkpoint import CheckpointStore
-from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, run, settings
+from fourfold.training.pipeline import run_stages
+from training.runs import (
+    REWARD_TRAINED,
+    SEPARATE,
+    SHARINGS,
+    Tree,
+    by_function,
+    make_config,
+    make_trainer,
+    merged,
+    run,
+    settings,
+)
 
 EVALUATED = {
     "score_mean",
@@ -85,9 +97,92 @@ def test_finished_stages_are_skipped(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "ppo" / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
+def refused(folder: Path, changes: Tree, message: str) -> None:
+    """The settings are refused before a model is loaded (this one has no weights) and before the folder is made."""
+    tree = settings(folder, changes)
+    (folder / "llama" / "model.safetensors").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=message):
+        run(tree)
+    assert not (folder / "run").exists()
+
+
 def test_ppo_without_a_reward_model_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run the stage reward first"):
-        run(merged(settings(tmp_path), {"stages": ["ppo"]}))
+    refused(tmp_path, {"stages": ["ppo"]}, "run the stage reward first")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_here:f", "cannot be imported .ModuleNotFoundError"),
+        ("training.runs:no_such_function", "cannot be imported .AttributeError: .*PYTHONPATH"),
+        ("training.runs:REWARD_TRAINED", "is a tuple; allowed: a function"),
+        ("breaks_when_imported:f", "cannot be imported .RuntimeError: no network here"),
+    ],
+)
+def test_a_reward_function_is_found_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('no network here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = merged(by_function("pays_for_a"), {"reward": {"function": name}})
+    refused(tmp_path, changes, f"reward.function = '{name}' {message}")
+
+
+def by_checkpoint(folder: Path) -> Tree:
+    reward = {"source": "checkpoint", "checkpoint": str(folder)} | dict.fromkeys(REWARD_TRAINED)
+    return {"stages": ["ppo"], "reward": reward, "data": dict.fromkeys(("pairs", "pairs_test"))}
+
+
+def test_a_reward_checkpoint_is_looked_at_before_anything_is_loaded(tmp_path: Path) -> None:
+    """By its record: its kind, the model and the cut, in the stored model as in a checkpoint of the stage."""
+    made = settings(tmp_path, {"stages": ["sft", "reward"], "output": str(tmp_path / "made")})
+    run(made)
+    stages = tmp_path / "made"
+    good = [stages / "reward" / "model", stages / "reward" / "checkpoints" / "step-00000004"]
+    for folder in good:
+        refused(tmp_path, by_checkpoint(folder) | {"trunk": {"branch_layers": 3}}, "made with branch_layers = 2, this")
+        refused(tmp_path, by_checkpoint(folder) | SEPARATE, "made with sharing = 'trunk', this run has 'none'")
+    for folder in (stages / "sft" / "model", stages / "sft" / "checkpoints" / "step-00000004"):
+        refused(tmp_path, by_checkpoint(folder), "made with kind = 'policy', this run has 'scorer'")
+    refused(tmp_path, by_checkpoint(stages), "reward.checkpoint: no stored role at .*allowed: the folder reward/model")
+    (good[0] / "model.safetensors").unlink()
+    (good[1] / "role.safetensors").unlink()
+    for folder in good:
+        refused(tmp_path, by_checkpoint(folder), "reward.checkpoint: no stored role at ")
+
+
+def test_a_reward_model_that_is_to_start_from_an_sft_needs_one(tmp_path: Path) -> None:
+    """Asked for, it is an error; by default the base stands in and the run says so."""
+    asked = {"stages": ["reward"], "reward": {"init": "sft"}}
+    refused(tmp_path, asked, "reward.init: given 'sft', but stages has no sft")
+    (tmp_path / "llama").rename(tmp_path / "broken")
+    said: list[str] = []
+    run_stages(make_config(settings(tmp_path, {"stages": ["reward"]})), said.append)
+    assert "reward.init: there is no stage sft, so the reward model starts from the base model" in said
+    base = merged(asked, {"reward": {"init": "base"}, "output": str(tmp_path / "base")})
+    said.clear()
+    run_stages(make_config(settings(tmp_path, base)), said.append)
+    assert not any(line.startswith("reward.init") for line in said)
+    stored = [load_file(tmp_path / name / "reward" / "model" / "model.safetensors") for name in ("run", "base")]
+    assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[1])
+
+    for stages in (["sft"], ["reward"], ["reward"]):  # the last one is finished
+        run(settings(tmp_path, merged(asked, {"stages": stages, "output": str(tmp_path / "sft")})))
+    begun = load_file(tmp_path / "sft" / "reward" / "model" / "model.safetensors")
+    assert not all(torch.equal(begun[name], stored[1][name]) for name in begun)
+
+
+def test_the_whole_of_ppo_is_announced(tmp_path: Path) -> None:
+    said: list[str] = []
+    changes = {"critic": {"warmup_rollouts": 1}, "sampling": {"responses_per_prompt": 2}}
+    run_stages(make_config(settings(tmp_path, merged(by_function("pays_for_a", steps=2), changes))), said.append)
+    assert said[2] == (
+        "ppo: 2 steps x 8 = 16 responses to 8 prompts (0.3 times the 30 given); 4 optimizer steps of the actor, 8 of "
+        "the critic"
+    )
+    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
+    assert rows[-1]["episodes"] == 16 and rows[-1]["optimizer_steps"] == 4
+    assert sum(row["critic_optimizer_steps"] for row in rows) == 8
 
 
 def test_a_reward_function_needs_no_other_stage(tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ def test_every_checkpoint_of_the_reward_stage_is_a_reward_model(tmp_path: Path) 
             "stages": ["ppo"],
             "reward": {"source": "checkpoint", "checkpoint": str(folder)}
             | dict.fromkeys(("learning_rate", "batch_size", "micro_batch_size")),
+            "data": dict.fromkeys(("pairs", "pairs_test")),
             "ppo": {"steps": 1},
         }
         scores.append(run(settings(tmp_path, changes))["before"]["score_mean"])

@@ -1,0 +1,243 @@
+"""FAULTS F13: every public setting changes something that can be seen.
+
+Each setting of the schema is a row of ROWS (two values that lead to two results) or an entry of SHOWN (the test that
+shows what it does). A new setting fails here until it is in one of the two.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from fourfold.config.checks import DATASETS
+from fourfold.config.describe import all_settings
+from training.observed import (
+    Scene,
+    See,
+    checkpoints,
+    compute_type,
+    evaluated_prompts,
+    evaluations,
+    judged,
+    metric,
+    ppo_passes,
+    prompts,
+    records,
+    samples_shown,
+    sampling_passes,
+    stage_checkpoints,
+    supervised_passes,
+    threads,
+    tokens,
+    trunk_layers,
+    weights,
+    what_a_failing_function_leads_to,
+)
+
+TESTS = Path(__file__).parents[1]
+BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named_metric"
+ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
+SHOWN = {
+    "output": "training/test_pipeline.py::test_the_number_of_steps_is_the_number_of_rows",
+    "stages": "training/test_pipeline.py::test_stages_one_by_one_equal_the_whole",
+    "model.path": "models/test_loading.py::test_what_is_no_model_is_refused_with_what_is_allowed",
+    "model.cache": "models/test_loading.py::test_a_gguf_file_is_converted_once_into_the_same_model",
+    "sharing.mode": "models/test_roles.py::test_separate_models_share_no_tensor",
+    "system.device": "models/test_loading.py::test_a_cuda_device_that_is_absent_is_refused",
+    "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
+    "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
+    "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",
+    "reward.on_failure": "training/test_pipeline.py::test_failed_scores_stop_the_run_or_are_dropped",
+    "reward.init": "training/test_pipeline.py::test_a_reward_model_that_is_to_start_from_an_sft_needs_one",
+    "critic.init": "models/test_assembly.py::test_the_critic_starts_from_the_named_source",
+    "critic.warmup_rollouts": "training/test_update.py::test_critic_warm_up_leaves_the_actor_alone",
+    "sampling.top_p": ONLY_VALUE,
+    "sampling.top_k": ONLY_VALUE,
+    "checkpoint.best_metric": BEST,
+    "checkpoint.best_mode": BEST,
+    "tracking.trackers": "training/test_pipeline.py::test_tensorboard_gets_every_row",
+}
+
+
+class Row(NamedTuple):
+    """A setting, two values, what differs between them, and what else both are given."""
+
+    key: str
+    one: Any
+    other: Any
+    see: See
+    stage: str = "ppo"
+    also: Mapping[str, Any] = MappingProxyType({})
+
+
+def optimizer(section: str, stage: str, see: See) -> list[Row]:
+    """The settings that every trained role has."""
+    values: dict[str, tuple[Any, Any]] = {
+        "learning_rate": (1e-2, 1e-3),
+        "schedule": ("constant", "linear"),
+        "warmup_steps": (0, 3),
+        "betas": ([0.9, 0.95], [0.0, 0.5]),
+        "eps": (1e-8, 1.0),
+        "weight_decay": (0.0, 10.0),
+        "max_grad_norm": (1.0, 1e-9),  # Adam does not see the scale of gradients, unless they are as small as eps
+    }
+    return [Row(f"{section}.{name}", *pair, see, stage) for name, pair in values.items()]
+
+
+def supervised(section: str) -> list[Row]:
+    """The settings that sft and reward share."""
+    return [
+        *optimizer(section, section, weights("role")),
+        Row(f"{section}.num_epochs", 1, 2, weights("role"), section),
+        Row(f"{section}.batch_size", 4, 8, weights("role"), section),
+        Row(f"{section}.micro_batch_size", 4, 2, supervised_passes, section),
+    ]
+
+
+def dataset(name: str) -> list[Row]:
+    """Where a data set comes from; without `columns` each has a column of its standard name."""
+    standard = "text" if name.startswith("texts") else "prompt"
+    key, wide = f"data.{name}", {f"data.{name}.path": "FOLDER/wide.jsonl"}
+    return [
+        Row(f"{key}.path", f"FOLDER/data/{name}.jsonl", "FOLDER/wide.jsonl", records(name), "all"),
+        Row(f"{key}.columns", {}, {standard: "other"}, records(name), "all", wide),
+        Row(f"{key}.max_rows", 8, 3, records(name), "all"),
+    ]
+
+
+ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
+ALL_TOKENS = list(range(4, 160))
+ROWS = [
+    Row("seed", 0, 1, prompts),
+    Row("trunk.branch_layers", 2, 1, trunk_layers),
+    Row("precision.compute", "float32", "bfloat16", compute_type),
+    Row("system.threads", 1, 2, threads),
+    *[row for name in DATASETS for row in dataset(name)],
+    Row("data.max_prompt_tokens", 6, 2, tokens("prompts"), "all"),
+    Row("data.max_text_tokens", 12, 9, tokens("texts"), "all"),
+    Row("data.truncation", "right", "left", tokens("texts"), "all"),
+    *supervised("sft"),
+    Row("sft.max_texts", 0, 3, tokens("texts"), "all"),
+    *supervised("reward"),
+    Row("reward.max_pairs", 0, 3, tokens("pairs"), "all"),
+    Row("reward.standardise", True, False, weights("role"), "reward"),
+    Row(
+        "reward.retries",
+        0,
+        1,
+        what_a_failing_function_leads_to,
+        also={"reward.function": "training.observed:fails_every_other_time"},
+    ),
+    *optimizer("critic", "ppo", weights("critic")),
+    Row("sampling.max_new_tokens", 4, 6, metric("response_length_max")),
+    Row("sampling.temperature", 1.0, 0.5, metric("entropy_per_token_mean")),
+    Row("sampling.responses_per_prompt", 1, 2, prompts),
+    Row("sampling.batch_size", 0, 2, sampling_passes),
+    Row("sampling.stop_strings", [], ["a", "e", "t", "s"], metric("response_length_mean")),
+    Row("sampling.extra_eos_token_ids", [20, 21], ALL_TOKENS, metric("response_length_mean")),
+    *optimizer("ppo", "ppo", weights("actor")),
+    Row("ppo.steps", 2, 3, metric("episodes")),
+    Row("ppo.rollout_batch_size", 4, 8, metric("episodes")),
+    Row("ppo.mini_batch_size", 2, 4, metric("optimizer_steps")),
+    Row("ppo.micro_batch_size", 2, 1, ppo_passes),
+    Row("ppo.num_epochs", 1, 2, metric("epochs_run")),
+    Row("ppo.clip_eps", 0.2, 1e-4, metric("policy_clip_fraction")),
+    Row("ppo.clip_eps_high", 0.0, 1e-4, metric("policy_clip_fraction")),
+    Row("ppo.dual_clip", 0.0, 1.001, metric("dual_clip_fraction")),
+    Row("ppo.value_clip_eps", 0.2, 1e-4, metric("value_clip_fraction")),
+    Row("ppo.value_coef", 1.0, 2.0, metric("critic_grad_norm")),
+    Row("ppo.entropy_coef", 0.0, 1.0, weights("actor")),
+    Row("ppo.gamma", 1.0, 0.5, metric("return_mean")),
+    Row("ppo.gae_lambda", 0.95, 0.0, metric("return_mean")),
+    Row("ppo.whiten_advantages", True, False, metric("advantage_std")),
+    Row("ppo.target_kl", None, 1e-9, metric("early_stopped")),
+    Row("ppo.kl_coef", 0.05, 1.0, metric("reward_per_sequence_mean")),
+    Row("ppo.kl_estimator", "k1", "k2", metric("kl_per_sequence_mean")),
+    Row("ppo.kl_controller", "fixed", "adaptive", metric("kl_coef")),
+    Row("ppo.kl_target", 6.0, 1e-4, metric("kl_coef"), also=ADAPTIVE),
+    Row("ppo.kl_horizon", 10_000, 10, metric("kl_coef"), also=ADAPTIVE),
+    Row("ppo.kl_loss_coef", 0.0, 1.0, weights("actor"), also={"ppo.kl_coef": 0.0}),
+    Row(
+        "ppo.kl_loss_estimator",
+        "k2",
+        "k3",
+        metric("actor_grad_norm"),
+        also={"ppo.kl_coef": 0.0, "ppo.kl_loss_coef": 1.0},
+    ),
+    Row("ppo.score_clip", 0.0, 0.1, metric("score_shaped_mean")),
+    Row("ppo.reward_normalization", "none", "running", metric("score_shaped_mean")),
+    Row("ppo.missing_eos_penalty", 0.0, 1.0, metric("score_shaped_mean")),
+    Row("ppo.length_penalty", 0.5, 1.0, metric("score_shaped_mean"), also={"ppo.length_range": [2, 2]}),
+    Row("ppo.length_range", [1, 1], [3, 3], metric("score_shaped_mean"), also={"ppo.length_penalty": 1.0}),
+    Row("ppo.truncation", "terminal", "drop", metric("dropped_rows")),
+    Row("evaluation.every", 0, 1, evaluations),
+    Row("evaluation.max_prompts", 8, 3, tokens("prompts_test")),
+    Row("evaluation.responses_per_prompt", 1, 2, evaluated_prompts),
+    Row("evaluation.judge", "none", "vader", judged),
+    Row("evaluation.samples", 8, 2, samples_shown),
+    Row("checkpoint.every", 1, 2, checkpoints),
+    Row("checkpoint.keep_last", 1, 2, checkpoints),
+    Row("checkpoint.stage_every", 100, 3, stage_checkpoints, "sft"),
+]
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two observations differ by more than rounding."""
+    if isinstance(one, Tensor):
+        return one.shape != other.shape or float((one - other).abs().max()) > 1e-4
+    if isinstance(one, list) and one and isinstance(one[0], float):
+        return one != pytest.approx(other, rel=1e-6, abs=1e-9)
+    return one != other
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(tmp_path_factory.mktemp("scene"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_a_setting_changes_what_is_seen(scene: Scene, row: Row) -> None:
+    one, other = (
+        row.see(scene, scene.config(row.stage, {**row.also, row.key: value})) for value in (row.one, row.other)
+    )
+    assert differ(one, other), f"{row.key} = {row.one!r} and {row.other!r} give the same: {one!r}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "see"),
+    [("ppo", weights("actor")), ("ppo", weights("critic")), ("sft", weights("role")), ("reward", weights("role"))],
+)
+def test_the_same_settings_give_the_same(scene: Scene, stage: str, see: See) -> None:
+    """Otherwise any row would pass."""
+    fresh = Scene(scene.folder)
+    config = scene.config(stage, {})
+    assert not differ(see(scene, config), see(fresh, config))
+
+
+def test_every_setting_is_shown_once() -> None:
+    rows = [row.key for row in ROWS]
+    assert len(rows) == len(set(rows)) and not set(rows) & SHOWN.keys()
+    assert set(rows) | SHOWN.keys() == all_settings().keys()
+
+
+@pytest.mark.parametrize("key", SHOWN)
+def test_the_named_test_is_there_and_knows_the_setting(key: str) -> None:
+    file, _, name = SHOWN[key].partition("::")
+    text = (TESTS / file).read_text(encoding="utf-8")
+    assert name in {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+    assert key.rpartition(".")[2] in text
+
+
+def test_value_coef_scales_the_gradient_of_the_critic(scene: Scene) -> None:
+    """Which Adam hides from the weights: three times the coefficient is three times the norm, in the first step."""
+    norms = []
+    for coef in (1.0, 3.0):
+        config = scene.config("ppo", {"ppo.value_coef": coef, "ppo.mini_batch_size": 4, "ppo.steps": 1})
+        norms.append(scene.ppo(config).rows[0]["critic_grad_norm"])
+    assert norms[0] > 0 and norms[1] == pytest.approx(3 * norms[0], rel=1e-4)
