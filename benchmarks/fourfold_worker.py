@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         meter = PhaseMeter(device_of(config))
         trainer = build_trainer(config, models, reward_source(config, models), prompts, [], folder / "ppo", meter)
         rows = [trainer.step() for _ in range(args.updates)]
+        for tracker in trainer.trackers:
+            tracker.close()
         print(json.dumps(report(args, config, models, rows).model_dump()))
     return 0
 
@@ -87,10 +89,13 @@ def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, flo
     """The rows as the comparison wants them."""
     steady = rows[1:]
     trained = {"actor": models.actor, "critic": models.critic}
-    sharing = f"trunk of {models.base.trunk.num_layers} layers" if models.base.trunk else "four separate models"
+    sharing = "four separate models, actor and critic trained in full"
+    if models.base.trunk is not None:
+        own = models.actor.branch.num_layers
+        sharing = f"a frozen trunk of {models.base.trunk.num_layers} layers, actor and critic train the {own} above it"
     tokens = [round(row["response_length_mean"] * args.batch) for row in rows]
     return WorkerReport(
-        what=f"Fourfold, {sharing}, float32 masters",
+        what=f"Fourfold: {sharing}, float32 masters",
         dtype=config.precision.compute,
         trainable_parameters={
             name: sum(p.numel() for p in role.parameters() if p.requires_grad) for name, role in trained.items()

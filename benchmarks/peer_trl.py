@@ -96,10 +96,19 @@ def make_peer_environment() -> Path:
     if not stamp.is_file() or stamp.read_text() != wanted:
         print(f"making {PEER_ENVIRONMENT.name} (minutes)", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(PEER_ENVIRONMENT)], check=True)
-        install = ["-m", "pip", "--no-input", "-qq", "install", "-r", str(PEER_REQUIREMENTS)]
-        subprocess.run([str(interpreter), *install], check=True, stdin=subprocess.DEVNULL)
+        for install in peer_installations(os.environ.get("TORCH_INDEX")):
+            subprocess.run([str(interpreter), *install], check=True, stdin=subprocess.DEVNULL)
         stamp.write_text(wanted)
     return interpreter
+
+
+def peer_installations(torch_index: str | None) -> list[list[str]]:
+    """Arguments of Python for each call of pip; torch comes from another wheel index where `make` is given one."""
+    pip = ["-m", "pip", "--no-input", "-qq", "install"]
+    torch = (
+        [*pip, "--no-deps", "--index-url", torch_index, "-c", str(PEER_REQUIREMENTS), "torch"] if torch_index else []
+    )
+    return [call for call in (torch, [*pip, "-r", str(PEER_REQUIREMENTS)]) if call]
 
 
 def write_prompts(model: str, prompt_tokens: int, path: Path) -> None:

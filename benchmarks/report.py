@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import FOLDER, ROOT, Figure, Result, read_results
 
@@ -36,9 +37,11 @@ def with_tables(text: str, results: Sequence[Result]) -> str:
 
 
 def table(result: Result) -> str:
-    """A result as a Markdown table, with a line that says where and when it was measured."""
+    """A result as a Markdown table; below it what each side trains, and where and when it was measured."""
     rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
     rows += [_row(figure) for figure in result.figures]
+    if sides := result.config.get("sides"):
+        rows += ["", *(_side(name, side) for name, side in sides.items())]
     libraries = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     rows += ["", f"{result.date}, {result.hardware}; commit {_short(result.commit)}; {libraries}."]
     return "\n".join(rows)
@@ -49,6 +52,12 @@ def _row(figure: Figure) -> str:
     spread = "" if figure.spread is None else f"{number(figure.spread[0])} - {number(figure.spread[1])}"
     target = "" if figure.target is None else f"{figure.target}: {'met' if figure.met else 'missed'}"
     return f"| {figure.name} | {number(figure.value)}{unit} | {spread} | {figure.against or ''} | {target} |"
+
+
+def _side(name: str, side: Mapping[str, Any]) -> str:
+    """What a side of a comparison is and how much of it is trained."""
+    trained = ", ".join(f"{role} {count:,}" for role, count in side["trainable_parameters"].items())
+    return f"* {name}: {side['what']}. Trained parameters: {trained}."
 
 
 def _short(commit: str) -> str:

@@ -42,7 +42,7 @@ def figures(summaries: Sequence[dict[str, Any]]) -> list[Figure]:
     found.append(_figure("distinct_2: after / before", kept, "ratio", ">= 0.85"))
     accuracy = [s["reward_model"]["pair_accuracy"] for s in summaries]
     found.append(_figure("reward model: accuracy on held-out pairs of the example's length", accuracy, "share", None))
-    for phase in ("sft", "reward", "ppo"):
+    for phase in ("load", "sft", "reward", "ppo"):
         found.append(_figure(f"seconds of {phase}", [s["seconds"][phase] for s in summaries], "s", None))
     stages = [sum(s["seconds"][phase] for phase in ("sft", "reward", "ppo")) for s in summaries]
     found.append(_figure("seconds of the three stages", stages, "s", "< 300"))

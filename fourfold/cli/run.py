@@ -6,8 +6,10 @@ Finished stages are skipped and an interrupted one goes on from its last checkpo
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,11 +50,11 @@ def carry_out(args: argparse.Namespace, stages: tuple[str, ...] = ()) -> int:
         summary = run_stages(config, lambda line: print(line, file=sys.stderr, flush=True))
     finally:
         signal.signal(signal.SIGTERM, before)
-    show(config, summary, args.config)
+    show(config, summary, args.config, args.overrides)
     return 0
 
 
-def show(config: RunConfig, summary: dict[str, Any], config_path: str) -> None:
+def show(config: RunConfig, summary: dict[str, Any], config_path: str, overrides: Sequence[str] = ()) -> None:
     """The table before and after, samples side by side, where the files are, and what to try next."""
     from rich.console import Console
 
@@ -81,15 +83,24 @@ def show(config: RunConfig, summary: dict[str, Any], config_path: str) -> None:
             console.print(samples_table(rows[::step][: config.evaluation.samples]))
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
     console.print(f"time: {spent}", highlight=False)
-    console.print(f"files: {config.output} (summary.json, ppo/metrics.jsonl, ppo/model)", highlight=False)
+    made = ("summary.json", "sft/model", "reward/model", "ppo/metrics.jsonl", "ppo/model")
+    names = ", ".join(name for name in made if (_path(config.output) / name).exists())
+    console.print(f"files: {config.output} ({names})", highlight=False, soft_wrap=True, markup=False)
     if "ppo" in config.stages:
         console.print("try next:", highlight=False)
-        for command in (
-            f'fourfold sample {config.output} --prompt "The film"',
-            f"fourfold export {config.output} exported-model",
-            f"fourfold run {config_path} --set ppo.kl_coef=0.2 --set output={config.output}-kl02",
-        ):
-            console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+        for command in _next_commands(config.output, config_path, overrides):
+            console.print(f"  fourfold {shlex.join(command)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _next_commands(output: str, config_path: str, overrides: Sequence[str]) -> list[list[str]]:
+    """Commands, as lists of arguments, that work after this run."""
+    settings = [text for override in overrides for text in ("--set", override)]
+    settings += ["--set", "ppo.kl_coef=0.2", "--set", f"output={output.rstrip('/')}-kl02"]
+    return [
+        ["sample", output, "--prompt", "The film"],
+        ["export", output, "exported-model"],
+        ["run", config_path, *settings],
+    ]
 
 
 def _path(output: str) -> Any:

@@ -11,7 +11,7 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `fourfold sample`."""
     parser.add_argument("run_folder", metavar="RUN", help="folder of a run (its `output`)")
-    parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
+    parser.add_argument("--prompt", action="append", default=[], help="a prompt, taken whole; may be repeated")
     parser.add_argument(
         "--chat", action="store_true", help="put each prompt through the chat template as a user message"
     )
@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`fourfold sample RUN`."""
+    if args.chat and not args.prompt:
+        raise ValueError("--chat is for prompts given by --prompt: the run's own are encoded as in the run")
     if args.count < 1:
         raise ValueError(f"--count {args.count}: allowed are 1 or more")
     if args.max_new_tokens is not None and args.max_new_tokens < 1:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fourfold.models.assembly import FourModels
+
+# Columns of a table that is written into a log.
+LOG_WIDTH = 120
 
 # Written by a model and shown on a terminal: control codes and direction marks could move the cursor or hide text.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -64,6 +75,47 @@ def samples_table(rows: Sequence[tuple[str, str, str]], *, names: tuple[str, str
     for prompt, before, after in rows:
         table.add_row(visible(prompt), visible(before), visible(after))
     return table
+
+
+def role_rows(models: FourModels) -> list[RoleRow]:
+    """A row for the trunk, where there is one, and for each role: a tensor that several hold is counted once.
+
+    The language head above a shared trunk stands in the trunk's row.
+    """
+    trunk, counted = models.base.trunk, set[int]()
+    parts: dict[str, list[nn.Module]] = {"trunk": [] if trunk is None else [trunk, models.actor.head]}
+    parts |= {"actor": [models.actor], "critic": [models.critic], "reference": [models.reference]}
+    parts["reward"] = [] if models.reward is None else [models.reward]
+    rows = []
+    for name, modules in parts.items():
+        # By identity: tied weights are one parameter under two names.
+        unique = {id(p): p for module in modules for p in module.parameters() if id(p) not in counted}
+        counted |= unique.keys()
+        if unique:
+            rows.append(_role_row(name, list(unique.values())))
+    return rows
+
+
+def _role_row(name: str, parameters: Sequence[nn.Parameter]) -> RoleRow:
+    sizes: dict[str, int] = {}
+    for p in parameters:
+        dtype = str(p.dtype).removeprefix("torch.")
+        sizes[dtype] = sizes.get(dtype, 0) + p.numel() * p.element_size()
+    return RoleRow(
+        model=name,
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        dtype=" + ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])),
+        device=", ".join(sorted({str(p.device) for p in parameters})),
+        bytes=sum(sizes.values()),
+    )
+
+
+def as_text(table: Table) -> str:
+    """A table as plain lines, for a log."""
+    stream = io.StringIO()
+    Console(file=stream, width=LOG_WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
 def roles_table(rows: Sequence[RoleRow]) -> Table:

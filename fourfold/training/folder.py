@@ -1,16 +1,20 @@
-"""The folder of a run: its settings, and what each finished stage left behind."""
+"""The folder of a run: its settings, what each finished stage left behind, and what all of it has cost."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fourfold.config import RunConfig, dump_toml, load_config
 from fourfold.files import write_atomically
+from fourfold.memory.meter import PhaseUsage
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
+SPENT = "spent.json"
 
 
 class RunFolder:
@@ -46,6 +50,28 @@ class RunFolder:
         """Read one, None when it is not there."""
         path = self.root / name
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def spent(self) -> dict[str, PhaseUsage]:
+        """Seconds and peak bytes by phase and stage, over every process that has worked on this run."""
+        return {name: PhaseUsage(**usage) for name, usage in (self.read_json(SPENT) or {}).items()}
+
+    @cached_property
+    def _spent_earlier(self) -> dict[str, PhaseUsage]:
+        """What the processes before this one have spent: read before this one notes anything."""
+        return self.spent()
+
+    def note_spent(self, now: Mapping[str, PhaseUsage]) -> None:
+        """Write down what this process has spent so far, on top of those before it; the last call counts.
+
+        Called when a stage begins, at its steps or checkpoints and at its end, so that a killed process leaves its
+        share behind.
+        """
+        none = PhaseUsage(0.0, 0)
+        total = {}
+        for name in self._spent_earlier | dict(now):
+            earlier, here = self._spent_earlier.get(name, none), now.get(name, none)
+            total[name] = PhaseUsage(earlier.seconds + here.seconds, max(earlier.peak_bytes, here.peak_bytes))
+        self.write_json(SPENT, {name: usage._asdict() for name, usage in total.items()})
 
     def claim(self, config: RunConfig) -> None:
         """Save the resolved settings, or make sure that a run started here had the same ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
+from fourfold.diagnostics.tables import as_text, role_rows, roles_table
 from fourfold.diagnostics.trackers import make_trackers
-from fourfold.memory.meter import PhaseMeter
+from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base
 from fourfold.models.storage import save_role
@@ -22,6 +24,7 @@ from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Inputs
+from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import Texts
 from fourfold.training.trainer import StepCallback, Trainer
 from fourfold.training.update import Learner
@@ -69,12 +72,12 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * updates_a_rollout(config)
+    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
     learner = Learner(
         models.actor,
         models.critic,
         LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps),
-        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * updates_a_rollout(config)),
+        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout),
     )
     trainer = Trainer(
         config=config,
@@ -103,12 +106,6 @@ def build_trainer(
     return trainer
 
 
-def updates_a_rollout(config: RunConfig) -> int:
-    """Optimizer steps of one rollout when no epoch ends early."""
-    ppo = config.ppo
-    return ppo.num_epochs * -(-ppo.rollout_batch_size // ppo.mini_batch_size)
-
-
 def train_ppo(
     config: RunConfig,
     base: Base,
@@ -120,6 +117,7 @@ def train_ppo(
     callbacks: tuple[StepCallback, ...] = (),
 ) -> dict[str, Any]:
     """Train, store the actor in `ppo/model`; returns the evaluations before and after."""
+    started = time.perf_counter()
     with meter.phase("load"):
         models = assemble(config, base, stores.sft, stores.reward)
     reward = reward_source(config, models)
@@ -133,7 +131,11 @@ def train_ppo(
             inputs.prompts_test,
             stage,
             meter,
-            (lambda _, row: progress.advance(1, note=_note(row)), *callbacks),
+            (
+                lambda _, row: progress.advance(1, note=_note(row)),
+                lambda _, row: _note_spent(folder, meter, started),
+                *callbacks,
+            ),
         )
         progress.advance(trainer.progress.step)
         try:
@@ -150,6 +152,7 @@ def train_ppo(
 def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: Say) -> None:
     for warning in trainer.store.warnings:
         say(f"warning: {warning}")
+    say(describe_roles(trainer))
     report = trainer.check()
     say(report.describe())
     folder.write_json("ppo/preflight.json", report.as_dict())
@@ -157,6 +160,21 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
     trainer.run()
+
+
+def describe_roles(trainer: Trainer) -> str:
+    """Who is held where and in which type, and which heads nothing has trained yet."""
+    text = "weights of the roles:\n" + as_text(roles_table(role_rows(trainer.models)))
+    if trainer.config.critic.init != "reward" and trainer.progress.step == 0:
+        text += "\nnewly initialised: value head (of the critic: zeros, and the mean score as its bias)"
+    return text
+
+
+def _note_spent(folder: RunFolder, meter: PhaseMeter, started: float) -> None:
+    """The stage is still open in the meter, so its own seconds are counted from its start."""
+    closed = meter.totals()
+    peak = max(closed[phase].peak_bytes for phase in TIMED_PHASES if phase in closed)
+    folder.note_spent(closed | {"ppo": PhaseUsage(time.perf_counter() - started, peak)})
 
 
 def _note(row: dict[str, float]) -> str:

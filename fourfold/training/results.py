@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder, saved_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +75,7 @@ def sample_beside_reference(
     folder = RunFolder(Path(run).expanduser())
     config = saved_config(folder.root)
     base = load_base(config)
-    actor, reference = load_actor(config, base, folder, best=best), load_reference(config, base, folder)
+    tokens = _typed(config, base, prompts, chat=chat) if prompts else _held_out(config, base, folder)[:count]
     settings = SamplingSettings(
         max_new_tokens=max_new_tokens or config.sampling.max_new_tokens,
         temperature=temperature or config.sampling.temperature,
@@ -76,26 +83,52 @@ def sample_beside_reference(
         score_batch_size=config.ppo.micro_batch_size,
         stop_strings=config.sampling.stop_strings,
     )
-    records = [PromptRecord((Message("user", text),) if chat else text) for text in prompts]
-    if not records:
-        section = config.data.prompts_test or config.data.prompts
-        if section is None:
-            raise ValueError(f"{folder.root}: the run has no prompts of its own; give --prompt")
-        records = read_prompts(section)[:count]
-    tokens, _ = encode_prompts(
-        base.tokenizer, records, max_tokens=config.data.max_prompt_tokens, truncation=config.data.truncation
-    )
+    _require_positions(base, tokens, settings.max_new_tokens)
+    actor, reference = load_actor(config, base, folder, best=best), load_reference(config, base, folder)
     batch = PromptBatch(tokens, range(len(tokens)), [row_seed("sample", seed, row) for row in range(len(tokens))])
     written = []
     for policy in (reference, actor):
         rollout, _ = LocalSampler(base, policy, settings).generate(batch, policy_version=0)
         written.append(texts_of(rollout, base.tokenizer))
-    return list(zip(written[0][0], written[0][1], written[1][1], strict=True))
+    return list(zip(prompts or written[0][0], written[0][1], written[1][1], strict=True))
+
+
+def _typed(config: RunConfig, base: Base, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
+    """Prompts that somebody typed, whole: `data.max_prompt_tokens` and `data.truncation` are for the run's own data."""
+    if chat and base.tokenizer.chat_template is None:
+        raise ValueError(f"--chat: the tokenizer of {config.model.path!r} has no chat template; leave out --chat")
+    records = [PromptRecord((Message("user", text),) if chat else text) for text in prompts]
+    return encode_prompts(base.tokenizer, records, max_tokens=sys.maxsize, truncation="error")[0]
+
+
+def _held_out(config: RunConfig, base: Base, folder: RunFolder) -> list[list[int]]:
+    """The run's own prompts, as the run reads them."""
+    section = config.data.prompts_test or config.data.prompts
+    if section is None:
+        raise ValueError(f"{folder.root}: the run has no prompts of its own; give --prompt")
+    data = config.data
+    return encode_prompts(
+        base.tokenizer, read_prompts(section), max_tokens=data.max_prompt_tokens, truncation=data.truncation
+    )[0]
+
+
+def _require_positions(base: Base, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """No prompt is cut, so each must leave room for its response among the positions that the model knows."""
+    limit = base.config.max_position_embeddings
+    for row, ids in enumerate(tokens, start=1):
+        if len(ids) + max_new_tokens > limit:
+            raise ValueError(
+                f"prompt {row} has {len(ids):,} tokens, which leaves no room for {max_new_tokens:,} new ones: the "
+                f"model has {limit:,} positions; shorten the prompt, or give a smaller --max-new-tokens"
+            )
 
 
 @torch.no_grad()
 def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
-    """Write the actor as a Hugging Face folder, whole or not at all; returns the folder."""
+    """Write the actor as a Hugging Face folder, whole or not at all; returns the folder.
+
+    Its generation config names every id that ended a response in the run, so that it stops where the actor learned to.
+    """
     folder, target = RunFolder(Path(run).expanduser()), Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; give another one")
@@ -107,6 +140,10 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
     model = model.float()
     _copy_branch(actor, model)
+    assert model.generation_config is not None, "a causal language model has one"
+    ends = sorted(base.eos_ids)
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.generation_config.pad_token_id = base.pad_id
     model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # the library's wrapper hides `self`
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".partial-{target.name}-", dir=target.parent))

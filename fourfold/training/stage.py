@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 from fourfold.backends.base import RoleOptimizer
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted, RunFailed
+from fourfold.memory.meter import PhaseUsage
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
 from fourfold.training.checkpoint import CheckpointStore, flatten_optimizer, restore_optimizer
+from fourfold.training.folder import RunFolder
 from fourfold.training.signals import StopRequest
 
 
@@ -31,6 +34,7 @@ class Stage:
     def run(self) -> list[float]:
         """Go from the newest checkpoint to the last step; returns the losses of the steps taken here."""
         store = CheckpointStore(self.folder / "checkpoints", keep_last=2)
+        run, started = RunFolder(self.folder.parent), time.perf_counter()
         done = self._resume(store)
         losses: list[float] = []
         with StopRequest() as stop, stage_progress(self.name, self.steps, unit="steps", done=done) as progress:
@@ -39,6 +43,8 @@ class Stage:
                 progress.advance(1, note=f"loss {losses[-1]:.3f}")
                 if stop.requested or (step + 1) % self.checkpoint_every == 0 or step + 1 == self.steps:
                     self._save(store, step + 1)
+                    # For a process that is killed; one that ends otherwise counts the whole stage (pipeline.py).
+                    run.note_spent({self.name: PhaseUsage(time.perf_counter() - started, 0)})
                 if stop.requested:  # also after the last step: what follows can take long
                     raise Interrupted(
                         f"{self.name}: stopped after step {step + 1} of {self.steps}; the same command goes on"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peer_trl import SIDES, Side, command, figures, parse_arguments, result
+from benchmarks.peer_trl import SIDES, Side, command, figures, parse_arguments, peer_installations, result
 from benchmarks.worker import WorkerReport, peak_rss_mib, read_report, run_worker, worker_parser
 
 
@@ -62,6 +62,15 @@ def test_a_result_keeps_what_is_trained_and_every_update() -> None:
     assert side["trainable_parameters"] == {"actor": 10, "critic": 11}
     assert side["seconds_per_update"] == [[99.0, 10.0], [99.0, 8.0]]
     assert made.name == "peer" and made.config["batch"] == 16
+
+
+def test_the_peers_torch_comes_from_the_index_that_is_given() -> None:
+    [everything] = peer_installations(None)
+    torch, rest = peer_installations("file:///wheels")
+    assert rest == everything and everything[-2] == "-r" and "--index-url" not in everything
+    assert torch[torch.index("--index-url") + 1] == "file:///wheels"
+    # Its own dependencies need not be on that index.
+    assert torch[-1] == "torch" and "--no-deps" in torch
 
 
 def test_a_worker_understands_what_it_is_started_with() -> None:

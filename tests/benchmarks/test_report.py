@@ -34,6 +34,14 @@ def test_a_table_shows_value_spread_comparison_and_whether_the_target_is_met() -
     assert "| seconds | 0.79 |  |  | <= 0.8: met |" in table(result(value=0.79, unit="ratio", target="<= 0.8"))
 
 
+def test_a_comparison_says_what_each_side_trains() -> None:
+    trained = {"actor": 14160960, "critic": 14161537}
+    sides = {"Ours": {"what": "a trunk", "trainable_parameters": trained, "seconds_per_update": [[1.0]]}}
+    lines = table(result().model_copy(update={"config": {"batch": 16, "sides": sides}})).splitlines()
+    assert lines[4:6] == ["* Ours: a trunk. Trained parameters: actor 14,160,960, critic 14,161,537.", ""]
+    assert lines[6].startswith("2026-01-31")
+
+
 def test_only_what_stands_between_the_markers_is_written() -> None:
     text = "before\n<!-- figures:speed -->\nold\n<!-- /figures -->\nafter\n"
     made = with_tables(text, [result()])

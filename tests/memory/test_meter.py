@@ -217,6 +217,7 @@ def test_the_sampling_thread_ends_with_the_outermost_phase() -> None:
     assert source._thread is None
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_peaks_are_those_of_the_allocator() -> None:
     device = torch.device("cuda")

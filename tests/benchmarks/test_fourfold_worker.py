@@ -1,0 +1,43 @@
+"""Fourfold's side of the comparison on a tiny model: the report says what is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from benchmarks.fourfold_worker import main
+from benchmarks.worker import WorkerReport, read_report
+from tiny import tiny_directory
+
+
+def work(folder: Path, sharing: str, capsys: pytest.CaptureFixture[str]) -> WorkerReport:
+    model, prompts = tiny_directory(folder / "model", layers=6), folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcd"), encoding="utf-8")
+    shape = {"prompt-tokens": 1, "new-tokens": 3, "batch": 4, "epochs": 1, "updates": 2, "threads": 1, "seed": 0}
+    arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+    arguments += ["--model", str(model), "--prompts", str(prompts), "--dtype", "float32", "--sharing", sharing]
+    assert main(arguments) == 0
+    return read_report(capsys.readouterr().out)
+
+
+def test_a_trunk_stays_as_it_is_and_the_layers_above_it_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = work(tmp_path, "trunk", capsys)
+    what = "Fourfold: a frozen trunk of 2 layers, actor and critic train the 4 above it, float32 masters"
+    assert report.what == what
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    upper = sum(p.numel() for layer in model.model.layers[2:] for p in layer.parameters())
+    upper += sum(p.numel() for p in model.model.norm.parameters())
+    assert report.trainable_parameters == {"actor": upper, "critic": upper + 33}
+    assert len(report.seconds_per_update) == 2
+
+
+def test_separate_models_are_trained_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = work(tmp_path, "none", capsys)
+    assert report.what == "Fourfold: four separate models, actor and critic trained in full, float32 masters"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert report.trainable_parameters["actor"] == sum(p.numel() for p in model.parameters())

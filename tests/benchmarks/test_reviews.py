@@ -1,0 +1,33 @@
+"""The example's figures out of the summaries of its runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.reviews import figures
+
+EVALUATED = ("judge_mean", "score_mean", "kl_per_sequence", "eos_share", "mean_length", "ref_log_prob_per_token")
+
+
+def summary(load: float, judge: float) -> dict[str, Any]:
+    return {
+        "before": dict.fromkeys(EVALUATED, 0.0) | {"distinct_2": 0.8},
+        "after": dict.fromkeys(EVALUATED, 1.0) | {"distinct_2": 0.6, "judge_mean": judge},
+        "reward_model": {"pair_accuracy": 0.9},
+        "seconds": {"load": load, "sft": 10.0, "reward": 20.0, "ppo": 30.0, "save": 1.0},
+        "peak_bytes": {"load": 2**20, "ppo": 3 * 2**20},
+    }
+
+
+def test_figures_are_medians_over_the_runs_with_their_range() -> None:
+    found = {figure.name: figure for figure in figures([summary(1.0, 0.3), summary(5.0, 0.4), summary(2.0, 0.5)])}
+    assert found["judge_mean: gain on held-out prompts"].value == 0.4
+    assert found["distinct_2: after / before"].value == 0.6 / 0.8
+    assert found["peak resident memory"].value == 3.0
+    load = found["seconds of load"]
+    assert (load.value, load.spread) == (2.0, (1.0, 5.0))
+
+
+def test_the_three_stages_are_counted_without_loading() -> None:
+    found = {figure.name: figure for figure in figures([summary(1.0, 0.3)])}
+    assert found["seconds of the three stages"].value == 60.0
