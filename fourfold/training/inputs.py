@@ -76,11 +76,6 @@ class _Errors:
             raise ValueError("\n".join([*lines, *(f"data.{name}: {error}" for name, error in self._found.items())]))
 
 
-def read_inputs(config: RunConfig, base: Base, say: Say) -> Inputs:
-    """Read and encode what the stages need."""
-    return encode_inputs(config, base, read_records(config), say)
-
-
 def read_records(config: RunConfig) -> Records:
     """Read what the stages need, which takes no model; every data set is read before any is refused."""
     stages, errors = config.stages, _Errors()

@@ -27,7 +27,7 @@ from fourfold.scoring.pipeline import score
 from fourfold.scoring.sources import RewardSource
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.experience import Shaping, estimate_advantages
-from fourfold.training.inputs import read_inputs
+from fourfold.training.inputs import encode_inputs, read_records
 from fourfold.training.pipeline import prepare, run_stages
 from fourfold.training.ppo import build_trainer, reward_source
 from fourfold.training.trainer import StepCallback, Trainer
@@ -162,7 +162,7 @@ def make_trainer(
     config = prepare(config)
     base = load_base(config)
     models = assemble(config, base, None, None)
-    inputs = read_inputs(config, base, lambda line: None)
+    inputs = encode_inputs(config, base, read_records(config), lambda line: None)
     trainer = build_trainer(
         config,
         models,
