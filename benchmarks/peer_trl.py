@@ -166,21 +166,16 @@ def figures(reports: Mapping[str, Sequence[WorkerReport]], batch: int) -> list[F
     for name, runs in reports.items():
         seconds = [run.steady_seconds for run in runs]
         found += [
-            _median(f"{name}: seconds per update", seconds, "s"),
-            _median(f"{name}: episodes per second", [batch / value for value in seconds], "1/s"),
-            _median(f"{name}: response tokens per update", [run.steady_tokens for run in runs], "tokens"),
-            _median(f"{name}: peak memory", [run.peak_rss_mib for run in runs], "MiB"),
+            Figure.of(f"{name}: seconds per update", seconds, "s"),
+            Figure.of(f"{name}: episodes per second", [batch / value for value in seconds], "1/s"),
+            Figure.of(f"{name}: response tokens per update", [run.steady_tokens for run in runs], "tokens"),
+            Figure.of(f"{name}: peak memory", [run.peak_rss_mib for run in runs], "MiB"),
         ]
-        found += [_median(f"{name}: {phase}", [run.phases[phase] for run in runs], "s") for phase in PHASES]
+        found += [Figure.of(f"{name}: {phase}", [run.phases[phase] for run in runs], "s") for phase in PHASES]
     for pair in COMPARISONS:
         if pair.side in reports and pair.against in reports:
             found += _compared(pair, reports[pair.side], reports[pair.against])
     return found
-
-
-def _median(name: str, values: Sequence[float], unit: str) -> Figure:
-    spread = (min(values), max(values))
-    return Figure(name=name, value=statistics.median(values), unit=unit, spread=spread, against=None, target=None)
 
 
 def _compared(pair: Comparison, ours: Sequence[WorkerReport], theirs: Sequence[WorkerReport]) -> list[Figure]:

@@ -7,6 +7,7 @@ import operator
 import os
 import platform
 import re
+import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -54,6 +55,12 @@ class Figure(Record):
         if self.spread is not None and not self.spread[0] <= self.value <= self.spread[1]:
             raise ValueError(f"{self.name}: value {self.value} lies outside its spread {list(self.spread)}")
         return self
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[float], unit: str, target: str | None = None) -> Figure:
+        """Median and range of repeats; `model_copy` changes what differs."""
+        spread = (min(values), max(values))
+        return cls(name=name, value=statistics.median(values), unit=unit, spread=spread, against=None, target=target)
 
     @property
     def met(self) -> bool | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,25 +34,20 @@ def figures(summaries: Sequence[dict[str, Any]]) -> list[Figure]:
     found = []
     for name, unit, target in CHANGES:
         gains = [s["after"][name] - s["before"][name] for s in summaries]
-        found.append(_figure(f"{name}: gain on held-out prompts", gains, unit, target))
+        found.append(Figure.of(f"{name}: gain on held-out prompts", gains, unit, target))
     for name, unit, target in AFTER:
-        found.append(_figure(f"{name} after PPO", [s["after"][name] for s in summaries], unit, target))
+        found.append(Figure.of(f"{name} after PPO", [s["after"][name] for s in summaries], unit, target))
     kept = [s["after"]["distinct_2"] / s["before"]["distinct_2"] for s in summaries]
-    found.append(_figure("distinct_2: after / before", kept, "ratio", ">= 0.85"))
+    found.append(Figure.of("distinct_2: after / before", kept, "ratio", ">= 0.85"))
     accuracy = [s["reward_model"]["pair_accuracy"] for s in summaries]
-    found.append(_figure("reward model: accuracy on held-out pairs of the example's length", accuracy, "share", None))
+    found.append(Figure.of("reward model: accuracy on held-out pairs of the example's length", accuracy, "share"))
     for phase in ("load", "sft", "reward", "ppo"):
-        found.append(_figure(f"seconds of {phase}", [s["seconds"][phase] for s in summaries], "s", None))
+        found.append(Figure.of(f"seconds of {phase}", [s["seconds"][phase] for s in summaries], "s"))
     stages = [sum(s["seconds"][phase] for phase in ("sft", "reward", "ppo")) for s in summaries]
-    found.append(_figure("seconds of the three stages", stages, "s", "< 300"))
+    found.append(Figure.of("seconds of the three stages", stages, "s", "< 300"))
     peaks = [max(s["peak_bytes"].values()) / 2**20 for s in summaries]
-    found.append(_figure("peak resident memory", peaks, "MiB", None))
+    found.append(Figure.of("peak resident memory", peaks, "MiB"))
     return found
-
-
-def _figure(name: str, values: Sequence[float], unit: str, target: str | None) -> Figure:
-    spread = (min(values), max(values))
-    return Figure(name=name, value=statistics.median(values), unit=unit, spread=spread, against=None, target=target)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,24 +62,19 @@ class Rollout:
         """The same stage with these rows only, in this order."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
-    def padding(self) -> tuple[int, int]:
-        """Columns at the left end and at the right end that are padding in every row."""
-        if not len(self.sequences):
-            return 0, 0
-        # Without any prompt token this is 0: the state before the first response token keeps its column.
-        left = int(self.prompt_mask.any(dim=0).int().argmax()) if self.prompt_length else 0
-        return left, self.response_mask.shape[1] - int(self.lengths.max())
-
     def trimmed(self) -> Self:
-        """The same rows without the columns of `padding`; the index law holds with the new P and T."""
-        left, right = self.padding()
-        stop = self.response_mask.shape[1] - right
+        """The same rows without the outer columns that are padding in all of them; the index law holds as ever."""
+        if not len(self.sequences):
+            return self
+        # Without any prompt token this is 0: the state before the first response token keeps its column.
+        start = int(self.prompt_mask.any(dim=0).int().argmax()) if self.prompt_length else 0
+        longest = int(self.lengths.max())
         kept = {
-            "prompt_mask": self.prompt_mask[:, left:],
-            "sequences": self.sequences[:, left : self.prompt_length + stop],
+            "prompt_mask": self.prompt_mask[:, start:],
+            "sequences": self.sequences[:, start : self.prompt_length + longest],
         }
         responses = [f.name for f in fields(self) if f.name not in kept and getattr(self, f.name).ndim > 1]
-        return replace(self, **kept, **{name: getattr(self, name)[:, :stop] for name in responses})
+        return replace(self, **kept, **{name: getattr(self, name)[:, :longest] for name in responses})
 
     def to(self, device: torch.device) -> Self:
         """The same stage on another device."""

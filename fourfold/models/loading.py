@@ -21,13 +21,12 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from fourfold.algorithms.masking import position_ids
 from fourfold.config.schema import RunConfig
 from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
-from fourfold.models.split import Part, cut, layout_of, verify_split
+from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -230,31 +229,6 @@ def load_base(config: RunConfig) -> Base:
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
     )
-
-
-@torch.no_grad()
-def verify_whole(model: PreTrainedModel, branch: Part, *, tolerance: float) -> float:
-    """As `verify_split`, for a branch that starts at layer 0 and so is the whole model."""
-    body, device = getattr(model, layout_of(model).body), next(model.parameters()).device
-    ids = (torch.arange(2 * 6, device=device).reshape(2, 6) * 37 + 11) % min(model.config.vocab_size, 1000)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[0, :2] = False
-    positions = position_ids(mask)
-    training = body.training
-    body.eval()
-    # The embedding is shared with the branch, which makes it give the compute type: the layers must take that too.
-    with torch.autocast(device.type, dtype=branch.compute_dtype, enabled=branch.compute_dtype != torch.float32):
-        truth = body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
-    body.train(training)
-    expected = truth.last_hidden_state[mask].float()
-    gap = float((branch(ids, mask, positions)[mask].float() - expected).abs().max() / expected.abs().max())
-    if not gap <= tolerance:
-        raise ValueError(
-            f"architecture {model.config.model_type!r}: its layers, put together again, differ from the whole model by "
-            f"{gap:.2e} (allowed {tolerance:.0e}); its weights are not finite, or its layout in "
-            "fourfold/models/split.py is wrong; try another model"
-        )
-    return gap
 
 
 def _require_positions(config: RunConfig, limit: int) -> None:

@@ -50,11 +50,10 @@ def micro_batches(
     """
     tokens = batch.attention_mask[rows].sum(dim=1)
     for chosen in rows[tokens.argsort(stable=True)].split(size):
-        part = batch.select(chosen)
-        left, right = part.padding()
-        stop = activations.mask.shape[1] - right
-        inputs = Activations(activations.inputs[chosen, left:stop], activations.mask[chosen, left:stop])
-        yield chosen, part.trimmed(), inputs
+        part = batch.select(chosen).trimmed()
+        start = batch.prompt_length - part.prompt_length
+        columns = slice(start, start + part.sequences.shape[1])
+        yield chosen, part, Activations(activations.inputs[chosen, columns], activations.mask[chosen, columns])
 
 
 class Policy(nn.Module):

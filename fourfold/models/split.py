@@ -8,6 +8,7 @@ and has one. A whole model is a branch that starts at layer 0 and takes ids.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -171,24 +172,38 @@ def verify_split(model: PreTrainedModel, trunk: Part, branch: Part, *, tolerance
 
     The difference is relative to the largest activation of the whole model.
     """
-    layout = layout_of(model)
-    whole = getattr(model, layout.body)
-    device = next(model.parameters()).device
-    size = min(model.config.vocab_size, 1000)
-    ids = (torch.arange(3 * 8, device=device).reshape(3, 8) * 37 + 11) % size
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[0, :3] = False
-    positions = position_ids(mask)
-    training = whole.training
-    whole.eval()
-    expected = whole(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
-    whole.train(training)
-    actual = branch(trunk(ids, mask, positions), mask, positions)
-    truth = expected.last_hidden_state[mask].float()
-    gap = float((actual[mask].float() - truth).abs().max() / truth.abs().max())
+    gap = _gap(model, branch, lambda ids, mask: branch(trunk(ids, mask), mask))
     if not gap <= tolerance:
         raise ValueError(
             f"architecture {model.config.model_type!r} cannot be split after layer {trunk.num_layers}: trunk and "
             f'branch differ from the whole model by {gap:.2e} (allowed {tolerance:.0e}); try sharing.mode = "none"'
         )
     return gap
+
+
+@torch.no_grad()
+def verify_whole(model: PreTrainedModel, branch: Part, *, tolerance: float) -> float:
+    """As `verify_split`, for a branch that starts at layer 0 and so is the whole model."""
+    gap = _gap(model, branch, branch)
+    if not gap <= tolerance:
+        raise ValueError(
+            f"architecture {model.config.model_type!r}: its layers, put together again, differ from the whole model by "
+            f"{gap:.2e} (allowed {tolerance:.0e}); its weights are not finite, or its layout in "
+            "fourfold/models/split.py is wrong; try another model"
+        )
+    return gap
+
+
+def _gap(model: PreTrainedModel, branch: Part, parts: Callable[[Tensor, Tensor], Tensor]) -> float:
+    whole, device = getattr(model, layout_of(model).body), next(model.parameters()).device
+    ids = (torch.arange(3 * 8, device=device).reshape(3, 8) * 37 + 11) % min(model.config.vocab_size, 1000)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, :3] = False
+    training = whole.training
+    whole.eval()
+    # The embedding is shared with the parts, which makes it give the compute type: the layers must take that too.
+    with torch.autocast(device.type, dtype=branch.compute_dtype, enabled=branch.compute_dtype != torch.float32):
+        out = whole(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
+    whole.train(training)
+    truth = out.last_hidden_state[mask].float()
+    return float((parts(ids, mask)[mask].float() - truth).abs().max() / truth.abs().max())

@@ -81,13 +81,21 @@ def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
 
 def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
     """Read a stored role into `role`; ValueError when it was made for another model, cut or kind."""
+    tensors = load_file(str(stored_tensors(folder, expected)))
+    load_own_tensors(role, tensors, shares_head=expected.shares_head)
+
+
+def stored_tensors(folder: Path, expected: RoleRecord) -> Path:
+    """The tensors' file of a stored role whose record is the expected one; the weights are not read."""
     stored, tensors = _stored(folder)
     for name, wanted in asdict(expected).items():
         if (got := stored.get(name)) != wanted:
             raise ValueError(
                 f"{str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they must agree"
             )
-    load_own_tensors(role, load_file(str(tensors)), shares_head=expected.shares_head)
+    if not tensors.is_file():
+        raise ValueError(f"no stored role at {str(folder)!r}: {tensors.name} is missing")
+    return tensors
 
 
 def _stored(folder: Path) -> tuple[dict[str, Any], Path]:

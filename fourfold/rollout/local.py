@@ -178,9 +178,11 @@ class _Decoder:
         logits = self._policy.head.logits(hidden, self._policy.branch.compute_dtype) / self._settings.temperature
         normaliser = logits.logsumexp(dim=1, keepdim=True)
         if not bool(torch.isfinite(normaliser).all()):
+            below = self._base.trunk is not None and not bool(torch.isfinite(self.activations[self._active]).all())
+            trunk = ", nor are the trunk's activations below them" if below else ""
             raise RunFailed(
-                f"generate: the actor's logits for response token {t} are not finite; its weights are damaged or the "
-                "learning rate is too high; the last good checkpoint is kept"
+                f"generate: the actor's logits for response token {t} are not finite{trunk}; weights are damaged or "
+                "the learning rate is too high; the last good checkpoint is kept"
             )
         log_probs = logits - normaliser
         cumulative = log_probs.exp().cumsum(dim=1, dtype=torch.float64)

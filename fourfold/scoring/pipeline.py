@@ -28,9 +28,8 @@ def score(
     micro_batch_size: int,
 ) -> tuple[ScoredRollout, Tensor]:
     """The scored rollout and, for each row, whether its score is valid (bool [batch])."""
-    rows = len(rollout.sequences)
     found = _Opinions.empty(rollout)
-    every = torch.arange(rows, device=rollout.sequences.device)
+    every = torch.arange(len(rollout.sequences), device=rollout.sequences.device)
     for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
         ref_log_probs, _ = reference.log_probs(inputs, part, temperature)
         values, last_values = critic.values(inputs, part)
@@ -48,6 +47,12 @@ def score(
     for role, name in checked:
         if not bool(torch.isfinite(getattr(found, name)).all()):
             raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
+    claimed = found.scores[found.valid]
+    if bad := int((~torch.isfinite(claimed)).sum()):
+        raise RunFailed(
+            f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; the "
+            "last good checkpoint is kept"
+        )
     opinions = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
     return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **opinions), found.valid
 

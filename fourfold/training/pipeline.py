@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import random
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, device_of, load_base
-from fourfold.models.storage import CHECKPOINT_STATE, CHECKPOINT_TENSORS, RECORD, TENSORS
+from fourfold.models.storage import stored_tensors
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder
@@ -88,19 +87,13 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
 
 def _check_stored_scorer(config: RunConfig, folder: Path) -> None:
     """Whether a folder holds a reward model for this run's model and cut, by its record; weights are not read."""
-    record, state = (RunFolder(folder).read_json(name) or {} for name in (RECORD, CHECKPOINT_STATE))
-    stored, tensors = (record, TENSORS) if record else (state.get("record"), CHECKPOINT_TENSORS)
-    if not stored or not (folder / tensors).is_file():
+    try:
+        stored_tensors(folder, record_for(config, "scorer"))
+    except ValueError as error:
         raise ValueError(
-            f"reward.checkpoint: no stored role at {str(folder)!r} ({RECORD} and {TENSORS}); allowed: the folder "
-            "reward/model of a run, or a checkpoint of its stage reward"
-        )
-    for name, wanted in asdict(record_for(config, "scorer")).items():
-        if (got := stored.get(name)) != wanted:
-            raise ValueError(
-                f"reward.checkpoint: {str(folder)!r} was made with {name} = {got!r}, this run has {wanted!r}; they "
-                "must agree"
-            )
+            f"reward.checkpoint: {error}; allowed: the folder reward/model of a run, or a checkpoint of its stage "
+            "reward"
+        ) from error
 
 
 def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
-
-from torch import Tensor
+from typing import Any
 
 from fourfold.algorithms.kl import adapt_kl_coef
 from fourfold.algorithms.masking import masked_sum
 from fourfold.algorithms.rewards import RunningMoments
 from fourfold.batch import ScoredRollout
 from fourfold.config.schema import PpoSection
-from fourfold.errors import RunFailed
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import load_own_tensors, own_tensors
 from fourfold.training.checkpoint import Checkpoint, flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from fourfold.training.update import Learner
-
-
-class ScoreMoments(RunningMoments):
-    """Moments of the scores of a run; one that is not finite stops the step."""
-
-    __slots__ = ()
-
-    def update(self, values: Tensor) -> Self:
-        """As of any numbers, but in a run the scores are the reward's, not the user's input."""
-        try:
-            return super().update(values)
-        except ValueError as error:
-            raise RunFailed(f"score: the reward's {error}; the last good checkpoint is kept") from error
 
 
 @dataclass
@@ -43,7 +27,7 @@ class Progress:
     tokens: int = 0
     optimizer_steps: int = 0
     best_metric: float | None = None
-    moments: ScoreMoments = field(default_factory=ScoreMoments)
+    moments: RunningMoments = field(default_factory=RunningMoments)
 
     def count(self, scored: ScoredRollout, optimizer_steps: int, settings: PpoSection) -> None:
         """A step is done; the adaptive controller moves kl_coef by the very KL that was penalised."""
@@ -75,7 +59,7 @@ class Progress:
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Progress:
         """The inverse of `as_dict`."""
-        return cls(**{**state, "moments": ScoreMoments.from_dict(state["moments"])})
+        return cls(**{**state, "moments": RunningMoments.from_dict(state["moments"])})
 
 
 def _roles(models: FourModels) -> dict[str, Policy | Scorer]:

@@ -7,6 +7,7 @@ are made: the peak holds one set of gradients.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from fourfold.config.schema import PpoSection
 from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.accounting import Work
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,13 @@ def _actor_step(
     if settings.target_kl is not None and approx_kl / tokens >= settings.target_kl:
         learner.actor_optimizer.discard()
         totals.sums["skipped"] += 1
+        log.warning(
+            "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of %d",
+            approx_kl / tokens,
+            settings.target_kl,
+            totals.sums["epochs_run"] + 1,
+            settings.num_epochs,
+        )
         return False
     totals.sums["actor_grad_norm"] += learner.actor_optimizer.step()
     totals.sums["actor_steps"] += 1

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as library
 
 from fourfold.models import loading
-from fourfold.models.loading import load_causal_lm, verify_whole
-from fourfold.models.split import Part, cut
+from fourfold.models.loading import load_causal_lm
+from fourfold.models.split import Part, cut, verify_whole
 from tiny import FAMILIES, tiny_directory, tiny_model
 from tiny_roles import MODES, tiny_base
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.algorithms.rewards import RunningMoments
 from fourfold.diagnostics.trackers import JsonlTracker, read_jsonl
 from fourfold.errors import RunFailed
 from fourfold.models.roles import freeze
 from fourfold.scoring.sources import FunctionReward, ModelReward
-from fourfold.training.state import Progress, ScoreMoments
+from fourfold.training.state import Progress
 from fourfold.training.trainer import Trainer
 from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, settings
 
-# The actor is the first to read the trunk: what it samples from is not finite.
 DAMAGED = {
-    "trunk": "generate: the actor's logits",
+    "trunk": r"generate: the actor's logits for response token \d+ are not finite, nor are the trunk's activations",
     "reference": "score: the reference's ref_log_probs are not finite",
     "reward": "score: the reward model's scores of ",
 }
@@ -108,7 +108,7 @@ def test_the_statistics_come_back_from_a_checkpoint_as_they_went() -> None:
     progress = Progress(kl_coef=0.1)
     progress.moments = progress.moments.update(torch.tensor([1.0, 2.0, 6.0]))
     again = Progress.from_dict(progress.as_dict())
-    assert again == progress and isinstance(again.moments, ScoreMoments)
+    assert again == progress and isinstance(again.moments, RunningMoments)
     assert (again.moments.count, again.moments.mean, again.moments.std) == (3, 3.0, pytest.approx(7**0.5))
 
 
