@@ -109,9 +109,10 @@ def tiny_directory(
     seed: int = 0,
     pad_is_eos: bool = False,
     bos: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """A Hugging Face directory with a tiny model and its tokenizer, as `model.path` takes it."""
     tokenizer = tiny_tokenizer(pad_is_eos, bos)
-    tiny_model(family, vocab_size, layers, hidden, seed, EOS if pad_is_eos else PAD).save_pretrained(path)
+    tiny_model(family, vocab_size, layers, hidden, seed, EOS if pad_is_eos else PAD).to(dtype).save_pretrained(path)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(path)
     return path

@@ -2,7 +2,8 @@
 
 `fused_log_probs` makes the logits of a chunk of tokens, reduces them, and forgets them; where a gradient needs them
 again it makes them again (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"), in plain torch.
-Within a chunk the passes over the vocabulary go by blocks of rows that stay in the processor's cache.
+Only the last chunk stays, because the backward pass begins with it. Within a chunk the passes over the vocabulary go
+by blocks of rows that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Entropy = Literal["none", "report", "learn"]
+# Rows of logits that exist at a time.
+CHUNK_TOKENS = 1024
 # Elements of a block of rows: on a CPU 1 MiB of float32 stays in a core's cache, on a GPU launches are what costs.
 _CPU_BLOCK, _GPU_BLOCK = 2**18, 2**24
 # Vocabulary rows that are widened at once where a product has to run in float32 though the weight is narrower.
@@ -56,20 +60,31 @@ def fused_log_probs(
     temperature: float = 1.0,
     softcap: float = 0.0,
     scale: float = 1.0,
-    chunk_tokens: int = 1024,
-    with_entropy: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
+    entropy: Entropy = "learn",
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """Log-probs of `labels` and entropies of softmax(logits / temperature), both differentiable.
+    """Log-probs of `labels` and entropies of softmax(logits / temperature).
+
+    Log-probs are differentiable, entropies where they are to "learn" from; "report" gives them without a gradient,
+    "none" gives zeros.
 
     logits = scale * hidden @ weight^T + bias; with `softcap` c they become c * tanh(logits / c).
     The product runs in the dtype of `hidden` and `weight`, everything after it in float32 (float64 for float64).
-    At most `chunk_tokens` rows of logits exist at a time. Without `with_entropy` the entropies are zeros.
+    At most `chunk_tokens` rows of logits exist at a time.
     """
     _check_inputs(hidden, weight, temperature, softcap, chunk_tokens)
     shape = _Shape(temperature, softcap, scale, chunk_tokens)
     head_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    ahead = torch.is_grad_enabled() and hidden.requires_grad and not head_trained
-    return _FusedLogProbs.apply(hidden, weight, bias, labels, shape, with_entropy, ahead)  # type: ignore[return-value]
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or head_trained)
+    ahead = learns and not head_trained and entropy != "learn" and len(hidden) > chunk_tokens
+    return _FusedLogProbs.apply(hidden, weight, bias, labels, shape, entropy, learns, ahead)  # type: ignore[return-value]
+
+
+def recomputed_tokens(tokens: int, *, head_trained: bool, entropy: Entropy, chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """Tokens whose logits the backward pass of `fused_log_probs` makes again: all but those of the last chunk."""
+    if not head_trained and entropy != "learn":
+        return 0
+    return max(tokens - 1, 0) // chunk_tokens * chunk_tokens
 
 
 @torch.no_grad()
@@ -84,7 +99,7 @@ def fused_full_kl(
     temperature: float = 1.0,
     softcap: float = 0.0,
     scale: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Float[Tensor, "tokens"]:
     """KL(p || q) = sum_v p(v) (log p(v) - log q(v)) of every token, over the whole vocabulary, without gradient.
 
@@ -100,7 +115,11 @@ def fused_full_kl(
     # Half a chunk of each of the two models is as much memory as one chunk.
     shape = _Shape(temperature, softcap, scale, max(chunk_tokens // 2, 1))
     kl = hidden_p.new_empty(len(hidden_p), dtype=_working_dtype(hidden_p))
-    pairs = zip(_chunks(hidden_p, weight_p, shape), _chunks(hidden_q, weight_q, shape), strict=True)
+    pairs = zip(
+        _Logits(hidden_p, weight_p, shape).each(hidden_p, weight_p),
+        _Logits(hidden_q, weight_q, shape).each(hidden_q, weight_q),
+        strict=True,
+    )
     for (chunk, logits_p), (_, logits_q) in pairs:
         blocks = zip(_blocks(logits_p, bias_p, shape), _blocks(logits_q, bias_q, shape), strict=True)
         for (rows, log_p), (_, log_q) in blocks:
@@ -123,8 +142,8 @@ class _Shape:
 class _FusedLogProbs(torch.autograd.Function):
     """With `ahead`, forward also makes d log_prob / d hidden, which no gradient from above is needed for.
 
-    Backward then is a product by one number a token. It makes the logits again only where the head is trained or
-    the entropy is learned from.
+    Backward then is a product by one number a token. Else it goes back from the last chunk, whose logits are still
+    there, and makes the others again.
     """
 
     @staticmethod
@@ -135,15 +154,16 @@ class _FusedLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         shape: _Shape,
-        with_entropy: bool,
+        entropies: Entropy,
+        learns: bool,
         ahead: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _working_dtype(hidden)
         log_probs, log_total = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         entropy = hidden.new_zeros(len(hidden), dtype=dtype)
         slopes = torch.empty_like(hidden, dtype=dtype) if ahead else None
-        scratch = _Scratch()
-        for chunk, logits in _chunks(hidden, weight, shape):
+        scratch, made = _Scratch(), _Logits(hidden, weight, shape)
+        for chunk, logits in made.each(hidden, weight):
             for rows, block in _blocks(logits, bias, shape):
                 softcap_slope = _softcap_slope(block, shape) if ahead else None
                 top = block.amax(dim=-1)
@@ -154,7 +174,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 label = labels[chunk][rows, None]
                 log_probs[chunk][rows] = block.gather(1, label)[:, 0] - log_sum
                 log_total[chunk][rows] = top + log_sum
-                if with_entropy:
+                if entropies != "none":
                     entropy[chunk][rows] = log_sum - _row_dot(powers, block) / total
                 if ahead:
                     p = torch.div(powers, -total[:, None], out=block)
@@ -163,9 +183,9 @@ class _FusedLogProbs(torch.autograd.Function):
             if slopes is not None:
                 slopes[chunk] = _into_hidden(logits, weight).mul_(shape.scale / shape.temperature)
         ctx.save_for_backward(hidden, weight, bias, labels, log_total, entropy, slopes)
-        ctx.shape = shape
+        ctx.shape, ctx.logits = shape, made if learns and not ahead else None
         ctx.set_materialize_grads(False)
-        if not with_entropy:
+        if entropies != "learn":
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
@@ -174,18 +194,17 @@ class _FusedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
         hidden, weight, bias, labels, log_total, entropy, slopes = ctx.saved_tensors
-        if grad_entropy is not None and not bool(grad_entropy.any()):
-            grad_entropy = None  # an entropy that is only reported costs nothing
         if grad_entropy is None and grad_log_probs is None:
-            return (None,) * 7
+            return (None,) * 8
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
-        if grad_entropy is None and slopes is not None:
-            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 6
+        if slopes is not None:
+            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 7
         shape: _Shape = ctx.shape
         sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad, shape.scale)
-        scratch = _Scratch()
-        for chunk, logits in _chunks(hidden, weight, shape):
+        scratch, made = _Scratch(), ctx.logits or _Logits(hidden, weight, shape)
+        ctx.logits = None  # what comes now overwrites them: a second backward pass makes its own
+        for chunk, logits in made.each_from_last(hidden, weight):
             for rows, block in _blocks(logits, bias, shape):
                 softcap_slope = _softcap_slope(block, shape)
                 block.sub_(log_total[chunk][rows, None])
@@ -201,7 +220,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 _store(logits, rows, block, softcap_slope)
                 sums.add_bias(block)
             sums.add_products(chunk, logits)
-        return *sums.finish(), None, None, None, None
+        return *sums.finish(), None, None, None, None, None
 
 
 class _Gradients:
@@ -254,37 +273,46 @@ class _Scratch:
         return self.buffer[: len(block)]
 
 
-def _chunks(hidden: Tensor, weight: Tensor, shape: _Shape) -> Iterator[tuple[slice, Tensor]]:
+class _Logits:
     """hidden @ weight^T for one chunk of rows after the other, in one buffer that the caller may overwrite."""
-    dtype = _product_dtype(hidden.device.type, hidden.dtype)
-    tokens = len(hidden)
-    buffer = hidden.new_empty(min(shape.chunk_tokens, tokens), len(weight), dtype=dtype)
-    for start in range(0, tokens, shape.chunk_tokens):
-        chunk = slice(start, min(start + shape.chunk_tokens, tokens))
-        rows = hidden[chunk].to(dtype)
-        out = buffer[: len(rows)]
-        for columns, part in _widened(weight, dtype):
+
+    def __init__(self, hidden: Tensor, weight: Tensor, shape: _Shape) -> None:
+        tokens, size = len(hidden), shape.chunk_tokens
+        self.chunks = [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+        dtype = _product_dtype(hidden.device.type, hidden.dtype)
+        self.buffer = hidden.new_empty(min(size, tokens), len(weight), dtype=dtype)
+        self.held: slice | None = None
+
+    def each(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """All chunks; the last one stays in the buffer."""
+        for chunk in self.chunks:
+            yield chunk, self._made(chunk, hidden, weight)
+            self.held = chunk
+
+    def each_from_last(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """All chunks from the last to the first; the one in the buffer is not made again."""
+        for chunk in reversed(self.chunks):
+            held, self.held = self.held == chunk, None
+            yield chunk, self.buffer[: chunk.stop - chunk.start] if held else self._made(chunk, hidden, weight)
+
+    def _made(self, chunk: slice, hidden: Tensor, weight: Tensor) -> Tensor:
+        rows = hidden[chunk].to(self.buffer.dtype)
+        out = self.buffer[: len(rows)]
+        for columns, part in _widened(weight, self.buffer.dtype):
             torch.mm(rows, part.t(), out=out[:, columns])
-        yield chunk, out
+        return out
 
 
 def _blocks(products: Tensor, bias: Tensor | None, shape: _Shape) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of rows of a chunk as finished logits in the working precision.
-
-    A block is the chunk's own memory where dtypes agree, else a buffer shared by all blocks.
-    """
-    dtype = _working_dtype(products)
+    """Blocks of rows of a chunk as finished logits in the working precision, in a buffer shared by all blocks."""
     elements = _CPU_BLOCK if products.device.type == "cpu" else _GPU_BLOCK
     size = max(elements // products.shape[1], 1)
-    shared = (
-        None
-        if products.dtype == dtype
-        else products.new_empty(min(size, len(products)), products.shape[1], dtype=dtype)
-    )
+    dtype = _working_dtype(products)
+    shared = products.new_empty(min(size, len(products)), products.shape[1], dtype=dtype)
     divisor = shape.softcap or shape.temperature
     for start in range(0, len(products), size):
         rows = slice(start, min(start + size, len(products)))
-        block = products[rows] if shared is None else shared[: rows.stop - rows.start].copy_(products[rows])
+        block = shared[: rows.stop - rows.start].copy_(products[rows])
         if bias is None:
             _scale(block, shape.scale / divisor)
         else:
@@ -302,8 +330,7 @@ def _store(grad_logits: Tensor, rows: slice, block: Tensor, softcap_slope: Tenso
     """Put a block's gradient, with the softcap's part, where the product with the weight will look for it."""
     if softcap_slope is not None:
         block.mul_(softcap_slope)
-    if block.dtype != grad_logits.dtype:
-        grad_logits[rows] = block
+    grad_logits[rows] = block
 
 
 def _into_hidden(grad_logits: Tensor, weight: Tensor) -> Tensor:

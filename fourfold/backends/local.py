@@ -32,6 +32,20 @@ class LocalOptimizer:
             eps=settings.eps,
             fused=True,
         )
+        self._make_moments()
+
+    def _make_moments(self) -> None:
+        """AdamW's state before the first step, which torch would make in that step.
+
+        Made here it lies together, not in the holes between activations and gradients, which then stay holes (about
+        0.15 GB of peak memory for two models of 135M); and a machine that is too small says so at once.
+        """
+        for p in self._parameters:
+            self._optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
 
     @property
     def steps_done(self) -> int:

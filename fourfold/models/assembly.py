@@ -10,6 +10,7 @@ import torch
 
 from fourfold.config.schema import RunConfig
 from fourfold.models.loading import Base
+from fourfold.models.products import hold_narrowly
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, freeze, make_trainable, scorer_on
 from fourfold.models.storage import RoleRecord, load_role
 
@@ -64,6 +65,9 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         freeze(scorer)
     make_trainable(actor, with_language_head=not base.shared)
     make_trainable(critic, with_language_head=False)
+    for role in (reference, scorer):
+        if role is not None:
+            hold_narrowly(role.branch)
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act

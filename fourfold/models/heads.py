@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from fourfold.algorithms.log_probs import fused_full_kl, fused_log_probs
+from fourfold.algorithms.log_probs import Entropy, fused_full_kl, fused_log_probs
 from fourfold.models.products import linear_few_rows
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class LanguageHead(nn.Module):
         temperature: float,
         compute_dtype: torch.dtype,
         *,
-        with_entropy: bool,
+        entropy: Entropy,
     ) -> tuple[Float32[Tensor, "tokens"], Float32[Tensor, "tokens"]]:
         """Log-probs of `labels` and entropies, in chunks of tokens; the matrix product runs in `compute_dtype`."""
         return fused_log_probs(
@@ -53,7 +53,7 @@ class LanguageHead(nn.Module):
             bias=None if self.bias is None else self.bias.to(compute_dtype),
             temperature=temperature,
             softcap=self.softcap,
-            with_entropy=with_entropy,
+            entropy=entropy,
         )
 
     def full_kl(

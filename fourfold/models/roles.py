@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
+from fourfold.algorithms.log_probs import Entropy
 from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.models.heads import LanguageHead, ScalarHead
@@ -33,6 +34,10 @@ class Activations:
     def select(self, rows: Tensor) -> Activations:
         """The same with these rows only."""
         return Activations(self.inputs[rows], self.mask[rows])
+
+    def states(self) -> Activations:
+        """Without the last token of each row: the state after it belongs to no action, so most passes skip it."""
+        return Activations(self.inputs[:, :-1], self.mask[:, :-1] & self.mask[:, 1:])
 
     @property
     def bytes(self) -> int:
@@ -66,8 +71,8 @@ class Policy(nn.Module):
 
     def hidden_before(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
         """Hidden states before each response token, rows one after the other, padding left out."""
-        hidden = self.branch(activations.inputs, activations.mask)
-        return hidden[:, rollout.prompt_length - 1 : -1][rollout.response_mask]
+        states = activations.states()
+        return self.branch(states.inputs, states.mask)[:, rollout.prompt_length - 1 :][rollout.response_mask]
 
     def log_probs(
         self,
@@ -75,17 +80,17 @@ class Policy(nn.Module):
         rollout: Rollout,
         temperature: float,
         *,
-        with_entropy: bool = False,
+        entropy: Entropy = "none",
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch response"]]:
-        """Log-probs of the response tokens and entropies (0 where `with_entropy` is off or the mask is False)."""
-        flat, entropy = self.head.log_probs(
+        """Log-probs of the response tokens and entropies (0 where `entropy` is "none" or the mask is False)."""
+        flat, entropies = self.head.log_probs(
             self.hidden_before(activations, rollout),
             rollout.sequences[:, rollout.prompt_length :][rollout.response_mask],
             temperature,
             self.branch.compute_dtype,
-            with_entropy=with_entropy,
+            entropy=entropy,
         )
-        return _unflatten(flat, rollout.response_mask), _unflatten(entropy, rollout.response_mask)
+        return _unflatten(flat, rollout.response_mask), _unflatten(entropies, rollout.response_mask)
 
 
 class Scorer(nn.Module):
@@ -96,10 +101,16 @@ class Scorer(nn.Module):
         self.branch = branch
         self.head = head
 
-    def values(
+    def values(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "batch response"]:
+        """V of the state before each response token; 0 where the response has ended."""
+        states = activations.states()
+        every = self.head(self.branch(states.inputs, states.mask)[:, rollout.prompt_length - 1 :])
+        return torch.where(rollout.response_mask, every, 0.0)
+
+    def values_and_last(
         self, activations: Activations, rollout: Rollout
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
-        """V of the state before each response token (0 where the response has ended), and after the last."""
+        """As `values`, and V of the state after the last response token."""
         every = self.head(self.branch(activations.inputs, activations.mask)[:, rollout.prompt_length - 1 :])
         last = every.gather(1, rollout.lengths[:, None])[:, 0]
         return torch.where(rollout.response_mask, every[:, :-1], 0.0), last

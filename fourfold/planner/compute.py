@@ -52,17 +52,17 @@ def backward_flops(
     head: Head,
     head_tokens: int,
     head_trained: bool,
-    recompute_head: bool = False,
+    head_tokens_again: int = 0,
 ) -> float:
     """FLOPs of the backward pass through `layers` trained layers and the head.
 
     Each matrix product Y = X W of the forward pass has two in the backward one, dX = dY W^T and dW = X^T dY; a frozen
-    head needs dX only. `recompute_head` adds the head's forward pass once more, for a loss that keeps no logits.
+    head needs dX only. `head_tokens_again` adds the head's forward pass of so many tokens, for a loss that keeps no
+    logits.
     """
     _check(architecture, layers, tokens, attended_tokens, head_tokens)
-    head_passes = 1 + int(head_trained) + int(recompute_head)
     body = 2 * layers * _layer_flops(architecture, tokens, attended_tokens)
-    return body + head_passes * _head_flops(architecture, head, head_tokens)
+    return body + _head_flops(architecture, head, (1 + int(head_trained)) * head_tokens + head_tokens_again)
 
 
 def _check(architecture: Architecture, layers: int, tokens: int, attended_tokens: float, head_tokens: int) -> None:

@@ -19,6 +19,7 @@ from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, freeze, micro_batches
+from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.sampler import PromptBatch
 
 
@@ -174,23 +175,19 @@ class _Decoder:
         return out
 
     def _sample(self, t: int, hidden: Tensor) -> Tensor:
-        """Draw token t of the active rows by inverting the distribution function; True where the row ends."""
+        """Draw token t of the active rows; True where the row ends."""
         logits = self._policy.head.logits(hidden, self._policy.branch.compute_dtype) / self._settings.temperature
-        normaliser = logits.logsumexp(dim=1, keepdim=True)
-        if not bool(torch.isfinite(normaliser).all()):
+        drawn = draw_tokens(logits, self._uniforms[self._active, t])
+        if drawn is None:
             below = self._base.trunk is not None and not bool(torch.isfinite(self.activations[self._active]).all())
             trunk = ", nor are the trunk's activations below them" if below else ""
             raise RunFailed(
                 f"generate: the actor's logits for response token {t} are not finite{trunk}; weights are damaged or "
                 "the learning rate is too high; the last good checkpoint is kept"
             )
-        log_probs = logits - normaliser
-        cumulative = log_probs.exp().cumsum(dim=1, dtype=torch.float64)
-        draw = self._uniforms[self._active, t, None] * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, draw, right=True).clamp(max=logits.shape[1] - 1)
-        self.sequences[self._active, self._width + t] = token[:, 0]
-        self.log_probs[self._active, t] = log_probs.gather(1, token)[:, 0]
-        ended = torch.isin(token[:, 0], self._eos)
+        token, self.log_probs[self._active, t] = drawn
+        self.sequences[self._active, self._width + t] = token
+        ended = torch.isin(token, self._eos)
         return ended | self._completes_stop_string(t) if self._settings.stop_strings else ended
 
     def _completes_stop_string(self, t: int) -> Tensor:

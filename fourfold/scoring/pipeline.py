@@ -32,7 +32,7 @@ def score(
     every = torch.arange(len(rollout.sequences), device=rollout.sequences.device)
     for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
         ref_log_probs, _ = reference.log_probs(inputs, part, temperature)
-        values, last_values = critic.values(inputs, part)
+        values, last_values = critic.values_and_last(inputs, part)
         scores, valid = reward(inputs, part)
         found.put(
             chosen,

@@ -20,15 +20,19 @@ from fourfold.planner.compute import Head, backward_flops, forward_flops
 
 @dataclass
 class Work:
-    """Rows of a pass and their tokens: real ones (prompt and response), keys attended to, response tokens."""
+    """Rows of a pass and their tokens: real ones (prompt and response), keys attended to, response tokens.
+
+    `head_again` counts response tokens whose logits the backward pass made a second time.
+    """
 
     rows: int = 0
     tokens: int = 0
     attended: int = 0
     responses: int = 0
+    head_again: int = 0
 
     def add(self, rollout: Rollout, rows: Tensor | None = None, *, with_last: bool = True) -> None:
-        """Count these rows of a rollout, or all; without their last tokens where those were sampled and not read."""
+        """Count these rows of a rollout, or all; without their last tokens, which most passes do not see."""
         mask = rollout.attention_mask if rows is None else rollout.attention_mask[rows]
         lengths = mask.sum(dim=1) - int(not with_last)
         self.rows += len(lengths)
@@ -49,16 +53,16 @@ class Accountant:
 
     def step(self, rollout: Rollout, actor: Work, critic: Work, *, full_kl: bool) -> dict[str, float]:
         """Metrics of a step whose learn phase took `actor` and `critic` forward and backward."""
-        counter, whole, sampling = PassCounter(), Work(), Work()
+        counter, whole, states = PassCounter(), Work(), Work()
         whole.add(rollout)
-        sampling.add(rollout, with_last=False)
+        states.add(rollout, with_last=False)
         if self._trunk_layers:
             self._forward(counter, "trunk", "generate", whole, self._trunk_layers, "none")
-        for work in (sampling, whole):  # the latter for log-probs by the training engine
-            self._forward(counter, "actor", "generate", work, self._branch_layers, "lm")
+        for _ in ("sampling", "log-probs by the training engine"):
+            self._forward(counter, "actor", "generate", states, self._branch_layers, "lm")
         for role in ("actor", "reference") if full_kl else ():
-            self._forward(counter, role, "score", whole, self._branch_layers, "lm")
-        self._forward(counter, "reference", "score", whole, self._branch_layers, "lm")
+            self._forward(counter, role, "score", states, self._branch_layers, "lm")
+        self._forward(counter, "reference", "score", states, self._branch_layers, "lm")
         self._forward(counter, "critic", "score", whole, self._branch_layers, "scalar")
         if self._has_reward:
             self._forward(counter, "reward", "score", whole, self._branch_layers, "scalar")
@@ -69,7 +73,7 @@ class Accountant:
             flops = backward_flops(
                 **self._sizes(work, self._branch_layers, head),
                 head_trained=trained,
-                recompute_head=head == "lm" and trained,
+                head_tokens_again=work.head_again,
             )
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
         return counter.take(whole.rows)

@@ -30,12 +30,6 @@ from fourfold.training.folder import RunFolder, saved_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
     """The trained actor of a run: of its last step, or of the best checkpoint."""

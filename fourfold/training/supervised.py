@@ -27,7 +27,7 @@ def nll_sum(policy: Policy, activations: Activations, ids: Tensor) -> tuple[Tens
     """Sum of -log p over all tokens but the first of each text, and how many they are."""
     mask = activations.mask[:, 1:]
     hidden = policy.branch(activations.inputs, activations.mask)[:, :-1][mask]
-    log_probs, _ = policy.head.log_probs(hidden, ids[:, 1:][mask], 1.0, policy.branch.compute_dtype, with_entropy=False)
+    log_probs, _ = policy.head.log_probs(hidden, ids[:, 1:][mask], 1.0, policy.branch.compute_dtype, entropy="none")
     return -log_probs.sum(), int(mask.sum())
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_loss
+from fourfold.algorithms.log_probs import Entropy, recomputed_tokens
 from fourfold.algorithms.losses import entropy_sum, policy_loss, value_loss
 from fourfold.algorithms.masking import masked_sum
 from fourfold.backends.base import RoleOptimizer
@@ -104,12 +105,12 @@ def _critic_step(
 ) -> None:
     tokens = int(experience.response_mask[mini].sum())
     for _, part, inputs in micro_batches(experience, activations, mini, settings.micro_batch_size):
-        values, _ = learner.critic.values(inputs, part)
+        values = learner.critic.values(inputs, part)
         loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
         learner.critic_optimizer.backward(settings.value_coef * loss.loss_sum / tokens)
         totals.sums["value_loss"] += float(loss.loss_sum.detach())
         totals.sums["value_clipped"] += float(loss.clipped_sum)
-    totals.critic.add(experience, mini)
+    totals.critic.add(experience, mini, with_last=False)
     totals.sums["critic_tokens"] += tokens
     totals.sums["critic_grad_norm"] += learner.critic_optimizer.step()
     totals.sums["critic_steps"] += 1
@@ -126,10 +127,11 @@ def _actor_step(
 ) -> bool:
     """One mini-batch for the actor; False when `target_kl` was reached and the step was dropped."""
     tokens = int(experience.response_mask[mini].sum())
+    wanted: Entropy = "learn" if settings.entropy_coef else "report"
     approx_kl = 0.0
     for _, part, inputs in micro_batches(experience, activations, mini, settings.micro_batch_size):
         mask = part.response_mask
-        log_probs, entropy = learner.actor.log_probs(inputs, part, temperature, with_entropy=True)
+        log_probs, entropy = learner.actor.log_probs(inputs, part, temperature, entropy=wanted)
         loss = policy_loss(
             log_probs,
             part.log_probs,
@@ -153,9 +155,12 @@ def _actor_step(
         totals.sums["ratio"] += float(loss.ratio_sum)
         totals.sums["clipped"] += float(loss.clipped_sum)
         totals.sums["dual_clipped"] += float(loss.dual_clipped_sum)
+        totals.actor.head_again += recomputed_tokens(
+            int(mask.sum()), head_trained=learner.actor.head.weight.requires_grad, entropy=wanted
+        )
         totals.maxima["ratio"] = max(totals.maxima["ratio"], float(loss.ratio_max))
     totals.sums["approx_kl"] += approx_kl
-    totals.actor.add(experience, mini)
+    totals.actor.add(experience, mini, with_last=False)
     totals.sums["actor_tokens"] += tokens
     if settings.target_kl is not None and approx_kl / tokens >= settings.target_kl:
         learner.actor_optimizer.discard()

@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.algorithms import log_probs as module
 from fourfold.algorithms.log_probs import (
+    Entropy,
     entropy_from_logits,
     fused_full_kl,
     fused_log_probs,
     log_probs_from_logits,
+    recomputed_tokens,
 )
 
 TOKENS, HIDDEN, VOCAB = 7, 5, 11
@@ -161,7 +163,7 @@ def test_gradcheck(head: dict[str, Any], trained: tuple[bool, bool, bool]) -> No
 def test_a_finite_step_along_the_gradient_changes_the_sum_as_predicted() -> None:
     hidden, weight, _, labels = inputs(seed=2, dtype=torch.float32)
     hidden.requires_grad_()
-    log_probs, _ = fused_log_probs(hidden, weight, labels, with_entropy=False)
+    log_probs, _ = fused_log_probs(hidden, weight, labels, entropy="none")
     (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
     step = 1e-2
     ends = [fused_log_probs(hidden.detach() + s * gradient, weight, labels)[0].double().sum() for s in (step, -step)]
@@ -184,6 +186,31 @@ def test_chunk_and_block_sizes_change_nothing(chunk_tokens: int, block: int, hea
         results.append((*out, h.grad, w.grad) if head_trained else (*out, h.grad))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_trained", [True, False])
+@pytest.mark.parametrize("entropy", ["none", "report", "learn"])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 10])
+def test_logits_are_made_again_for_as_many_tokens_as_is_said(
+    tokens: int, entropy: Entropy, head_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk is still there when the backward pass begins."""
+    made: list[int] = []
+    make = module._Logits._made
+
+    def counted(self: Any, chunk: slice, *rest: Any) -> Tensor:
+        made.append(chunk.stop - chunk.start)
+        return make(self, chunk, *rest)
+
+    monkeypatch.setattr(module._Logits, "_made", counted)
+    hidden, weight = torch.randn(tokens, 3, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=head_trained)
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    log_probs, entropies = fused_log_probs(hidden, weight, labels, chunk_tokens=4, entropy=entropy)
+    assert sum(made) == tokens
+    (log_probs.sum() + entropies.sum()).backward()
+    again = recomputed_tokens(tokens, head_trained=head_trained, entropy=entropy, chunk_tokens=4)
+    assert sum(made) - tokens == again
+    assert again == ((tokens - 1) // 4 * 4 if head_trained or entropy == "learn" else 0)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -214,7 +241,7 @@ def test_bfloat16_is_close_whichever_way_its_products_run(
 def test_small_gradients_survive_bfloat16() -> None:
     """A token of probability 0.9995 has a gradient of 0.0005, which 1 - bfloat16(p) would round to 0."""
     hidden, weight = torch.tensor([[1.0]]).bfloat16().requires_grad_(), torch.tensor([[7.625], [0.0]]).bfloat16()
-    log_probs, _ = fused_log_probs(hidden, weight, torch.tensor([0]), with_entropy=False)
+    log_probs, _ = fused_log_probs(hidden, weight, torch.tensor([0]), entropy="none")
     log_probs.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.item() == pytest.approx(7.625 / (1 + math.exp(7.625)), rel=0.01)
@@ -234,7 +261,7 @@ def test_extreme_logits_stay_finite() -> None:
 def test_without_entropy_it_is_zero_and_has_no_gradient() -> None:
     hidden, weight, _, labels = inputs(dtype=torch.float32)
     hidden.requires_grad_()
-    log_probs, entropy = fused_log_probs(hidden, weight, labels, with_entropy=False)
+    log_probs, entropy = fused_log_probs(hidden, weight, labels, entropy="none")
     assert entropy.tolist() == [0.0] * TOKENS
     assert log_probs.requires_grad
     assert not entropy.requires_grad

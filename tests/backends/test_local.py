@@ -45,6 +45,25 @@ def test_the_norm_is_clipped_and_reported_as_it_was() -> None:
     assert torch.equal(layer.frozen, torch.ones(2, 2))
 
 
+def test_moments_exist_before_the_first_step_and_are_those_that_torch_makes() -> None:
+    """Memory is known from the start, and the first step is the same bit for bit."""
+    ours, torchs = Layer(), Layer()
+    adam = optimizer(ours, weight_decay=0.1)
+    moments = adam.state_dict()["optimizer"]["state"]
+    assert [tuple(entry["exp_avg_sq"].shape) for entry in moments.values()] == [(2, 3), (2,)]
+    groups = [{"params": [torchs.weight], "weight_decay": 0.1}, {"params": [torchs.bias], "weight_decay": 0.0}]
+    settings = OptimizerSection()
+    plain = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
+    for _ in range(2):
+        adam.backward(loss_of(ours, 0.01))
+        loss_of(torchs, 0.01).backward()
+        adam.step()
+        plain.step()
+        plain.zero_grad()
+    for a, b in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_losses_add_up_until_a_step_and_can_be_discarded() -> None:
     layer = Layer()
     adam = optimizer(layer, max_grad_norm=1e6)

@@ -98,7 +98,7 @@ def test_a_critic_from_the_reward_model_says_what_the_reward_model_says(tmp_path
     with torch.no_grad():
         scores = models.reward.scores(activations)
         assert torch.equal(models.critic.scores(activations), scores)
-        torch.testing.assert_close(models.critic.values(activations, rollout)[1], scores)
+        torch.testing.assert_close(models.critic.values_and_last(activations, rollout)[1], scores)
         assert scores.abs().min() > 1e-3
 
 
@@ -120,6 +120,21 @@ def test_a_role_of_another_cut_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "m", trunk__branch_layers=3)
     with pytest.raises(ValueError, match=r"made with branch_layers = 2, this run has 3"):
         assemble(config, stages.base(), tmp_path / "sft", tmp_path / "reward")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_roles_of_bfloat16_weights_take_half_the_memory(tmp_path: Path, mode: str) -> None:
+    """A model as it is published: the reference holds it as published, the actor holds float32 masters."""
+    tiny_directory(tmp_path / "m", "llama", dtype=torch.bfloat16)
+    models = assemble(
+        tiny_config(tmp_path / "m", mode, critic__init="actor"), tiny_base(tmp_path / "m", mode=mode), None, None
+    )
+    for role, dtype in ((models.reference, torch.bfloat16), (models.actor, torch.float32)):
+        assert {p.dtype for p in role.branch.parameters() if p.ndim >= 2} == {dtype}
+    rollout = tiny_rollout([(3, 4), (5, 2)])
+    activations = activations_of(models.base, rollout)
+    actor, reference = (role.log_probs(activations, rollout, 1.0)[0] for role in (models.actor, models.reference))
+    assert torch.equal(actor, reference)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -161,5 +176,5 @@ def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:
     models = Stages(tmp_path, "trunk").assemble("actor")
     set_new_head_bias(models.critic, 0.75)
     rollout = tiny_rollout([(3, 4), (5, 2)])
-    values, last = models.critic.values(activations_of(models.base, rollout), rollout)
+    values, last = models.critic.values_and_last(activations_of(models.base, rollout), rollout)
     assert set(values[rollout.response_mask].tolist()) == {0.75} == set(last.tolist())

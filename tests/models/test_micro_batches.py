@@ -87,13 +87,13 @@ def test_roles_say_the_same_of_trimmed_rows(tmp_path: Path, mode: str, size: int
     scorer = base.new_scorer()
     torch.nn.init.normal_(scorer.head.linear.weight, generator=torch.Generator().manual_seed(1))
     log_probs, _ = base.policy.log_probs(activations, rollout, 0.7)
-    values, last = scorer.values(activations, rollout)
+    values, last = scorer.values_and_last(activations, rollout)
     scores = scorer.scores(activations)
     for rows, part, inputs in micro_batches(rollout, activations, torch.arange(4), size):
         columns = part.response_mask.shape[1]
         close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
         close(base.policy.log_probs(inputs, part, 0.7)[0], log_probs[rows, :columns])
-        part_values, part_last = scorer.values(inputs, part)
+        part_values, part_last = scorer.values_and_last(inputs, part)
         close(part_values, values[rows, :columns])
         close(part_last, last[rows])
         close(scorer.scores(inputs), scores[rows])

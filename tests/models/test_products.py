@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.models.products import FEW_ROWS, FewRowsLinear, linear_few_rows, prepare_for_decoding
+from fourfold.models.products import FEW_ROWS, FewRowsLinear, hold_narrowly, linear_few_rows, prepare_for_decoding
+from fourfold.models.split import cut
+from tiny import FAMILIES, tiny_model
 
 
 @given(
@@ -53,3 +55,40 @@ def test_preparing_keeps_tensors_and_names() -> None:
         FewRowsLinear,
         nn.Linear,
     ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_narrowly_held_weights_give_the_same_bits(family: str) -> None:
+    """Every linear layer and look-up whose numbers are bfloat16's; GPT-2's layers are no `nn.Linear` and stay."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().float())
+    branch = cut(model, 0, 4, compute_dtype=torch.float32).requires_grad_(False)
+    prepare_for_decoding(branch)
+    ids = torch.arange(24).reshape(3, 8)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    wide, held = branch(ids, mask), size(branch)
+    hold_narrowly(branch)
+    assert torch.equal(branch(ids, mask), wide)
+    assert size(branch) < (0.95 if family == "gpt2" else 0.52) * held
+    with torch.no_grad():
+        assert torch.equal(branch(ids, mask), wide), "few rows too"
+
+
+def test_only_frozen_weights_that_lose_nothing_are_held_narrowly() -> None:
+    """1 + 2^-9 lies between two bfloat16 numbers; trained weights move there."""
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(2, 2)])
+    for layer in layers:
+        nn.init.ones_(layer.get_parameter("weight"))
+    layers.requires_grad_(False)
+    layers[1].get_parameter("weight")[0, 0] += 2.0**-9
+    layers[2].requires_grad_(True)
+    hold_narrowly(layers)
+    dtypes = [layer.get_parameter("weight").dtype for layer in layers]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert layers[0].get_parameter("bias").dtype == torch.float32
+
+
+def size(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

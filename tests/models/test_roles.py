@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_the_whole_model_one_position_before(
     """FAULTS A14, B11, B12: token t is predicted at position P + t - 1, whatever the padding."""
     base = tiny_base(tmp_path / "m", family, mode)
     rollout = tiny_rollout(LENGTHS)
-    log_probs, entropy = base.policy.log_probs(activations_of(base, rollout), rollout, temperature, with_entropy=True)
+    log_probs, entropy = base.policy.log_probs(activations_of(base, rollout), rollout, temperature, entropy="report")
     expected = oracle_log_probs(whole(tmp_path / "m"), rollout, temperature)
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
     assert (log_probs[rollout.response_mask] < 0).all()
@@ -108,7 +108,9 @@ def test_a_query_of_3_and_a_response_of_4_read_4_positions(left: int) -> None:
 def test_values_are_read_where_the_logits_are() -> None:
     """FAULTS B7, B11: V of the state before each token, and of the state after the last."""
     rollout = tiny_rollout(LENGTHS)  # prompts padded to 6
-    values, last = column_scorer().values(carrying(columns(rollout.attention_mask), rollout.attention_mask), rollout)
+    values, last = column_scorer().values_and_last(
+        carrying(columns(rollout.attention_mask), rollout.attention_mask), rollout
+    )
     assert values.tolist() == [[5, 6, 7, 8, 0], [5, 0, 0, 0, 0], [5, 6, 7, 8, 9], [5, 6, 0, 0, 0]]
     assert last.tolist() == [9, 6, 10, 7]
 
@@ -124,7 +126,7 @@ def test_values_and_scores_of_a_row_do_not_depend_on_its_padding(tmp_path: Path,
     body = model.transformer if family == "gpt2" else model.model
     rollout = tiny_rollout(LENGTHS)
     activations = activations_of(base, rollout)
-    values, last = scorer.values(activations, rollout)
+    values, last = scorer.values_and_last(activations, rollout)
     scores = scorer.scores(activations)
     torch.testing.assert_close(scores, last, rtol=0, atol=1e-6)
     for row, (prompt, response) in enumerate(LENGTHS):
@@ -201,7 +203,7 @@ def test_a_frozen_copy_computes_bit_for_bit_what_the_trained_role_computes(
     assert torch.equal(critic.branch(inputs, activations.mask), reward.branch(inputs, activations.mask))
     # A product with one column takes another kernel where its weight wants gradients.
     torch.testing.assert_close(
-        critic.values(activations, rollout)[0], reward.values(activations, rollout)[0], rtol=0, atol=1e-5
+        critic.values(activations, rollout), reward.values(activations, rollout), rtol=0, atol=1e-5
     )
     assert {p.dtype for p in reference.parameters() if p.ndim >= 2} == {dtype}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
@@ -217,7 +219,7 @@ def test_only_actor_and_critic_get_gradients(tmp_path: Path, mode: str) -> None:
         loss = loss + policy.log_probs(activations, rollout, 1.0)[0].sum()
     for scorer in (models.critic, models.reward):
         assert scorer is not None
-        loss = loss + scorer.values(activations, rollout)[0].sum() + scorer.scores(activations).sum()
+        loss = loss + scorer.values(activations, rollout).sum() + scorer.scores(activations).sum()
     loss.backward()
     frozen = [module for module in (models.reference, models.reward, models.base.trunk) if module is not None]
     assert all(p.grad is None for module in frozen for p in module.parameters())

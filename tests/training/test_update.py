@@ -240,7 +240,7 @@ def test_value_clip_limits_the_move_of_an_epoch(tmp_path: Path) -> None:
         trainer.models.critic.load_state_dict(start)
         learned = learn(trainer, far, activations, value_clip_eps=clip, num_epochs=8)
         with torch.no_grad():
-            values, _ = trainer.models.critic.values(activations, experience)
+            values = trainer.models.critic.values(activations, experience)
         moves[clip] = float((values - experience.values)[experience.response_mask].mean())
         clipped[clip] = learned.metrics["value_clip_fraction"]
     assert clipped[0.0] == 0.0 < 0.3 < clipped[1.0]
@@ -391,6 +391,6 @@ def test_returns_near_twenty_are_learned(tmp_path: Path) -> None:
     shifted = replace(experience, returns=returns)
     learn(trainer, shifted, activations, value_clip_eps=0.0, num_epochs=25)
     with torch.no_grad():
-        values, _ = trainer.models.critic.values(activations, experience)
+        values = trainer.models.critic.values(activations, experience)
     errors = (returns - values)[mask]
     assert 1 - float(errors.var() / returns[mask].var()) > 0.5
