@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from importlib.metadata import version
@@ -11,13 +10,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.worker import PHASES, WorkerReport, peak_rss_mib, worker_parser
-from fourfold.config.loading import parse_config
+from fourfold.config.loading import apply_override, parse_config
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import read_prompts
 from fourfold.data.tokenize import encode_prompts
+from fourfold.diagnostics.tables import role_rows
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base, device_of, load_base
+from fourfold.models.roles import checksum
 from fourfold.models.storage import save_role
 from fourfold.training.pipeline import prepare
 from fourfold.training.ppo import build_trainer, reward_source
@@ -47,6 +48,8 @@ def settings(args, folder: Path) -> RunConfig:
             "learning_rate": 1e-5,
         },
     }
+    for override in args.set:
+        apply_override(tree, override)
     return parse_config(tree, "the benchmark")
 
 
@@ -61,8 +64,9 @@ def store_reward_model(config: RunConfig, base: Base, folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the updates and print the report."""
     parser = worker_parser(__doc__ or "")
-    parser.add_argument("--sharing", choices=("trunk", "none"), required=True)
+    parser.add_argument("--sharing", choices=("trunk", "adapters", "none"), required=True)
     parser.add_argument("--micro-batch", type=int, default=0, help="responses a forward pass; 0: the whole batch")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, as `fourfold run --set`")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fourfold-worker-") as name:
         folder = Path(name)
@@ -78,10 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
         )
         meter = PhaseMeter(device_of(config))
         trainer = build_trainer(config, models, reward_source(config, models), prompts, [], folder / "ppo", meter)
+        resident = {row.model: row.bytes / 2**20 for row in role_rows(models)}
         rows = [trainer.step() for _ in range(args.updates)]
         for tracker in trainer.trackers:
             tracker.close()
-        print(json.dumps(report(args, config, models, rows).model_dump()))
+        found = report(args, config, models, rows)
+        weights = checksum([models.actor, models.critic])
+        print(found.model_copy(update={"resident_mib": resident, "weights": weights}).model_dump_json())
     return 0
 
 
@@ -89,9 +96,11 @@ def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, flo
     """The rows as the comparison wants them."""
     steady = rows[1:]
     trained = {"actor": models.actor, "critic": models.critic}
+    own = models.actor.branch.num_layers
     sharing = "four separate models, actor and critic trained in full"
-    if models.base.trunk is not None:
-        own = models.actor.branch.num_layers
+    if config.sharing.mode == "adapters":
+        sharing = f"one frozen base, actor and critic train adapters of rank {config.adapters.rank} on {own} layers"
+    elif models.base.trunk is not None:
         sharing = f"a frozen trunk of {models.base.trunk.num_layers} layers, actor and critic train the {own} above it"
     tokens = [round(row["response_length_mean"] * args.batch) for row in rows]
     return WorkerReport(

@@ -173,11 +173,11 @@ def figures(reports: Mapping[str, Sequence[WorkerReport]], batch: int) -> list[F
         found += [Figure.of(f"{name}: {phase}", [run.phases[phase] for run in runs], "s") for phase in PHASES]
     for pair in COMPARISONS:
         if pair.side in reports and pair.against in reports:
-            found += _compared(pair, reports[pair.side], reports[pair.against])
+            found += compared(pair, reports[pair.side], reports[pair.against])
     return found
 
 
-def _compared(pair: Comparison, ours: Sequence[WorkerReport], theirs: Sequence[WorkerReport]) -> list[Figure]:
+def compared(pair: Comparison, ours: Sequence[WorkerReport], theirs: Sequence[WorkerReport]) -> list[Figure]:
     """Ratio of the medians; its spread is that of the rounds, each against the peer's run of the same round."""
 
     def ratio(what: str, mine: Sequence[float], other: Sequence[float], target: str | None) -> Figure:

@@ -35,6 +35,8 @@ class WorkerReport(BaseModel):
     response_tokens_per_update: list[Annotated[int, Field(gt=0)]] = Field(min_length=2)
     peak_rss_mib: Annotated[float, Field(gt=0)] = Field(description="Highest resident memory of the process (VmHWM).")
     phases: dict[str, Seconds] = Field(description="Mean seconds an update by phase, without the first update.")
+    resident_mib: dict[str, float] = Field(default={}, description="What each role and what is shared holds, at start.")
+    weights: str = Field(default="", description="Checksum of actor and critic after the last update.")
     versions: dict[str, str]
     threads: Annotated[int, Field(gt=0)]
 

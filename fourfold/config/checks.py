@@ -41,8 +41,15 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
     def because(reason: str, section: str, *names: str) -> None:
         ignored.update({f"{section}.{name}": reason for name in names})
 
-    if config.sharing.mode == "none":
+    mode = config.sharing.mode
+    if mode == "none":
         because("sharing.mode = 'none' has no trunk", "trunk", *type(config.trunk).model_fields)
+    if mode == "adapters":
+        because("sharing.mode = 'adapters' cuts by adapters.layers", "trunk", *type(config.trunk).model_fields)
+    else:
+        because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
+    if config.memory.checkpointing == "none":
+        because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
     if config.reward.source != "checkpoint":
         because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
     if config.reward.source != "function":

@@ -42,11 +42,30 @@ class TrunkSection(Section):
 
 
 class SharingSection(Section):
-    mode: Literal["trunk", "none"] = Field(
+    mode: Literal["trunk", "adapters", "none"] = Field(
         default="trunk",
         description="'trunk': the lower layers are shared and frozen, their activations cached. "
+        "'adapters': all layers are shared and frozen, every role has low-rank adapters on them. "
         "'none': four separate models, actor and critic trained in full.",
     )
+
+
+class AdaptersSection(Section):
+    rank: PositiveInt = Field(default=16, description="Rank of the adapters (LoRA's r).")
+    alpha: PositiveFloat = Field(
+        default=32.0, description="Their product is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."
+    )
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description="Names of the linear layers to adapt, such as ['q_proj', 'v_proj']; none: all of a decoder layer.",
+        strict=False,
+    )
+    layers: Count = Field(
+        default=0,
+        description="Upper layers that have adapters; those below form a trunk whose activations are cached. 0: all.",
+    )
+    dora: bool = Field(default=False, description="DoRA: the adapters turn the weights, their lengths are own numbers.")
+    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank), which suits high ranks.")
 
 
 class PrecisionSection(Section):
@@ -54,6 +73,17 @@ class PrecisionSection(Section):
         default="auto",
         description="Type of matrix products and of frozen weights; 'auto' takes bfloat16 where the hardware "
         "multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32.",
+    )
+
+
+class MemorySection(Section):
+    checkpointing: Literal["none", "layers", "attention"] = Field(
+        default="none",
+        description="What backward passes of trained roles compute again instead of keeping: whole decoder layers, or "
+        "attention only. Updates stay the same bit for bit.",
+    )
+    checkpoint_every: PositiveInt = Field(
+        default=1, description="Every how many of a role's decoder layers are checkpointed, the first one included."
     )
 
 
@@ -273,7 +303,9 @@ class RunConfig(Section):
     model: ModelSection
     sharing: SharingSection = Field(default_factory=SharingSection)
     trunk: TrunkSection = Field(default_factory=TrunkSection)
+    adapters: AdaptersSection = Field(default_factory=AdaptersSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    memory: MemorySection = Field(default_factory=MemorySection)
     system: SystemSection = Field(default_factory=SystemSection)
     data: DataSection = Field(default_factory=DataSection)
     sft: SftSection = Field(default_factory=SftSection)

@@ -78,18 +78,19 @@ def samples_table(rows: Sequence[tuple[str, str, str]], *, names: tuple[str, str
 
 
 def role_rows(models: FourModels) -> list[RoleRow]:
-    """A row for the trunk, where there is one, and for each role: a tensor that several hold is counted once.
+    """A row for what the roles share, where they do, and for each role: a tensor that several hold is counted once.
 
     The language head above a shared trunk stands in the trunk's row.
     """
-    trunk, counted = models.base.trunk, set[int]()
-    parts: dict[str, list[nn.Module]] = {"trunk": [] if trunk is None else [trunk, models.actor.head]}
-    parts |= {"actor": [models.actor], "critic": [models.critic], "reference": [models.reference]}
-    parts["reward"] = [] if models.reward is None else [models.reward]
+    counted = set[int]()
+    parts = dict(models.shared_parameters())
+    for name in ("actor", "critic", "reference", "reward"):
+        role = getattr(models, name)
+        parts[name] = [] if role is None else list(role.parameters())
     rows = []
-    for name, modules in parts.items():
+    for name, parameters in parts.items():
         # By identity: tied weights are one parameter under two names.
-        unique = {id(p): p for module in modules for p in module.parameters() if id(p) not in counted}
+        unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
         if unique:
             rows.append(_role_row(name, list(unique.values())))

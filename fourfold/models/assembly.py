@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fourfold.config.schema import RunConfig
+from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.loading import Base
 from fourfold.models.products import hold_narrowly
-from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, freeze, make_trainable, scorer_on
+from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, copy_scorer, freeze, make_trainable, scorer_on
 from fourfold.models.storage import RoleRecord, load_role
 
 
@@ -25,6 +26,15 @@ class FourModels:
     reference: Policy
     reward: Scorer | None
 
+    def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
+        """What several roles hold: the trunk with the language head above it, and the base of adapters."""
+        shared: dict[str, list[nn.Parameter]] = {}
+        if self.base.trunk is not None:
+            shared["trunk"] = [*self.base.trunk.parameters(), *self.actor.head.parameters()]
+        if is_adapted(self.actor.branch):
+            shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
+        return shared
+
     def frozen_checksum(self) -> str:
         """Checksum of everything that must not change: trunk, reference, reward."""
         parts = (self.base.trunk, self.reference, self.reward)
@@ -33,8 +43,12 @@ class FourModels:
 
 def record_for(config: RunConfig, kind: str) -> RoleRecord:
     """What a stored role of this run says about itself."""
-    shared = config.sharing.mode == "trunk"
-    return RoleRecord(kind, config.model.path, config.sharing.mode, config.trunk.branch_layers if shared else 0)
+    mode, given = config.sharing.mode, config.adapters
+    layers = {"trunk": config.trunk.branch_layers, "adapters": given.layers, "none": 0}[mode]
+    kinds = "+".join(name for name in ("dora", "rslora") if getattr(given, name)) or "lora"
+    targets = ",".join(sorted(given.targets)) or "all"
+    adapters = f"{kinds} rank {given.rank} alpha {given.alpha:g} on {targets}" if mode == "adapters" else ""
+    return RoleRecord(kind, config.model.path, mode, layers, adapters)
 
 
 def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | None) -> FourModels:
@@ -46,14 +60,14 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     actor = base.policy
     if sft is not None:
         load_role(sft, actor, record_for(config, "policy"))
-    reference = copy_policy(actor, share_head=base.shared)
+    reference = copy_policy(actor, share_head=base.shares_head)
     freeze(reference)
     scorer = None
     critic = fresh
     if reward is not None and fresh is not None:
-        scorer = fresh if config.critic.init != "base" else copy.deepcopy(fresh)
+        scorer = fresh if config.critic.init != "base" else copy_scorer(fresh)
         load_role(reward, scorer, record_for(config, "scorer"))
-        critic = copy.deepcopy(scorer) if config.critic.init == "reward" else fresh
+        critic = copy_scorer(scorer) if config.critic.init == "reward" else fresh
     if config.critic.init == "actor":
         critic = scorer_on(actor)
     if critic is None or critic is scorer:
@@ -63,10 +77,10 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         )
     if scorer is not None:
         freeze(scorer)
-    make_trainable(actor, with_language_head=not base.shared)
-    make_trainable(critic, with_language_head=False)
+    make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
+    make_trainable(critic, with_language_head=False, memory=config.memory)
     for role in (reference, scorer):
-        if role is not None:
+        if role is not None and not is_adapted(role.branch):
             hold_narrowly(role.branch)
     for role in (actor, critic, reference, scorer):
         if role is not None:

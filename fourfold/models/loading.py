@@ -23,6 +23,7 @@ from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.precision import DTYPES, resolve_compute
+from fourfold.models.adapters import add_adapters
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
@@ -45,17 +46,13 @@ class Base:
     config: Any
     trunk: Part | None
     policy: Policy
+    shares_head: bool  # a shared trunk or base owns the language head
     eos_ids: frozenset[int]
     pad_id: int
 
-    @property
-    def shared(self) -> bool:
-        """Whether the roles share a trunk."""
-        return self.trunk is not None
-
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
-        return copy_policy(self.policy, share_head=self.shared)
+        return copy_policy(self.policy, share_head=self.shares_head)
 
     def new_scorer(self) -> Scorer:
         """A scorer with a copy of the base's upper layers and a new (zero) head."""
@@ -190,19 +187,17 @@ def load_base(config: RunConfig) -> Base:
     """Load the model of a run and cut it as `sharing.mode` says; the cut is verified."""
     device = device_of(config)
     dtype = DTYPES[resolve_compute(config.precision.compute, device)]
-    shared = config.sharing.mode == "trunk"
+    mode = config.sharing.mode
+    shared = mode != "none"
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), dtype if shared else torch.float32)
     model.requires_grad_(False)
     layout = layout_of(model)
     total = len(getattr(getattr(model, layout.body), layout.layers))
-    depth = total - config.trunk.branch_layers if shared else 0
-    if shared and depth < 1:
-        raise ValueError(
-            f"trunk.branch_layers = {config.trunk.branch_layers}: the model has {total} layers, so 1 to {total - 1} "
-            'are allowed; or use sharing.mode = "none"'
-        )
-    branch = cut(model, depth, total, compute_dtype=dtype).float()  # roles load float32 masters into it
-    trunk = cut(model, 0, depth, compute_dtype=dtype) if shared else None
+    depth = _trunk_depth(config, total)
+    branch = cut(model, depth, total, compute_dtype=dtype)
+    if mode != "adapters":
+        branch.float()  # roles load float32 masters into it
+    trunk = cut(model, 0, depth, compute_dtype=dtype) if depth else None
     if trunk is not None:
         verify_split(model, trunk, branch, tolerance=SPLIT_TOLERANCE[dtype])
     else:
@@ -220,15 +215,34 @@ def load_base(config: RunConfig) -> Base:
     for part in (policy.branch, trunk):
         if part is not None:
             prepare_for_decoding(part)
+    if mode == "adapters":
+        add_adapters(policy.branch, config.adapters, seed=config.seed)
     return Base(
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
         policy=policy,
+        shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
     )
+
+
+def _trunk_depth(config: RunConfig, total: int) -> int:
+    """Layers of the trunk: 0 where there is none."""
+    if config.sharing.mode == "none":
+        return 0
+    trunk = config.sharing.mode == "trunk"
+    key, own = (
+        ("trunk.branch_layers", config.trunk.branch_layers) if trunk else ("adapters.layers", config.adapters.layers)
+    )
+    if not trunk and own in (0, total):
+        return 0
+    if own >= total:
+        instead = 'or use sharing.mode = "none"' if trunk else "or 0 for all"
+        raise ValueError(f"{key} = {own}: the model has {total} layers, so 1 to {total - 1} are allowed; {instead}")
+    return total - own
 
 
 def _require_positions(config: RunConfig, limit: int) -> None:

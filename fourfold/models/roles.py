@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from fourfold.algorithms.log_probs import Entropy
 from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
+from fourfold.config.schema import MemorySection
+from fourfold.memory.activations import checkpoint_modules
+from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
 
@@ -132,6 +135,8 @@ def freeze(role: Policy | Scorer) -> None:
     a frozen copy computes bit for bit what the trained one computes.
     """
     role.requires_grad_(False)
+    if is_adapted(role.branch):
+        return  # the base has the compute type already; adapters, like their trained ones, are float32
     parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
     for part in parts:
         for parameter in part.parameters():
@@ -139,12 +144,22 @@ def freeze(role: Policy | Scorer) -> None:
                 parameter.data = parameter.data.to(role.branch.compute_dtype)
 
 
-def make_trainable(role: Policy | Scorer, *, with_language_head: bool) -> None:
+def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: MemorySection | None = None) -> None:
     """Turn the role's own weights into float32 masters with gradients.
 
-    A language head above a shared trunk belongs to the trunk (it is the embedding in most models) and stays frozen.
+    A language head above a shared trunk belongs to the trunk (it is the embedding in most models) and stays frozen, and
+    so does the base below adapters.
     """
+    if memory is not None and memory.checkpointing != "none":
+        layers = role.branch.layers if memory.checkpointing == "layers" else role.branch.attentions
+        checkpoint_modules(layers, memory.checkpoint_every)
     role.requires_grad_(False)
+    if is_adapted(role.branch):
+        for p in adapter_parameters(role.branch):
+            p.requires_grad_(True)
+        if isinstance(role, Scorer):
+            role.head.requires_grad_(True)
+        return
     parts: list[nn.Module] = [role.branch]
     if isinstance(role, Scorer) or with_language_head:
         parts.append(role.head)
@@ -156,14 +171,19 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool) -> None:
 def copy_policy(policy: Policy, *, share_head: bool) -> Policy:
     """A second policy with weights of its own; with `share_head` both hold the same language head."""
     if share_head:
-        return Policy(copy.deepcopy(policy.branch), policy.head)
+        return Policy(copy_part(policy.branch), policy.head)
     return copy.deepcopy(policy)
 
 
 def scorer_on(policy: Policy) -> Scorer:
     """A scorer with a copy of a policy's branch and a new (zero) head."""
     head = ScalarHead(policy.branch.hidden_size).to(next(policy.parameters()).device)
-    return Scorer(copy.deepcopy(policy.branch), head)
+    return Scorer(copy_part(policy.branch), head)
+
+
+def copy_scorer(scorer: Scorer) -> Scorer:
+    """A second scorer with weights of its own."""
+    return Scorer(copy_part(scorer.branch), copy.deepcopy(scorer.head))
 
 
 def checksum(modules: Iterable[nn.Module]) -> str:

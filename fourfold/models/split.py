@@ -30,14 +30,19 @@ class Layout:
     embedding: str
     layers: str
     norm: str
+    attention: str = "self_attn"
     learned_positions: str = ""
 
 
 _LLAMA = Layout(body="model", embedding="embed_tokens", layers="layers", norm="norm")
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), _LLAMA),
-    "gpt2": Layout(body="transformer", embedding="wte", layers="h", norm="ln_f", learned_positions="wpe"),
-    "gpt_neox": Layout(body="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm"),
+    "gpt2": Layout(
+        body="transformer", embedding="wte", layers="h", norm="ln_f", attention="attn", learned_positions="wpe"
+    ),
+    "gpt_neox": Layout(
+        body="gpt_neox", embedding="embed_in", layers="layers", norm="final_layer_norm", attention="attention"
+    ),
 }
 
 
@@ -65,6 +70,16 @@ class Part(nn.Module):
     def num_layers(self) -> int:
         """Decoder layers in this part."""
         return self.body.config.num_hidden_layers
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, from the lowest on."""
+        return list(getattr(self.body, layout_of_body(self.body).layers))
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """The attention of each decoder layer."""
+        return [getattr(layer, layout_of_body(self.body).attention) for layer in self.layers]
 
     @property
     def hidden_size(self) -> int:
@@ -95,10 +110,15 @@ class Part(nn.Module):
 
 def layout_of(model: PreTrainedModel) -> Layout:
     """The layout of a causal LM, or a ValueError that names the architecture."""
-    kind = model.config.model_type
+    return layout_of_body(model)
+
+
+def layout_of_body(body: PreTrainedModel) -> Layout:
+    """The same for the decoder inside it."""
+    kind = body.config.model_type
     if kind not in LAYOUTS:
         raise ValueError(
-            f"architecture {kind!r} ({type(model).__name__}) is not known; allowed: {', '.join(sorted(LAYOUTS))}; "
+            f"architecture {kind!r} ({type(body).__name__}) is not known; allowed: {', '.join(sorted(LAYOUTS))}; "
             "try one of these, or add its layout to fourfold/models/split.py"
         )
     return LAYOUTS[kind]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fourfold.files import write_atomically
+from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.roles import Policy, Scorer
 
 TENSORS = "model.safetensors"
@@ -33,19 +34,23 @@ class RoleRecord:
     model: str
     sharing: str
     branch_layers: int
+    adapters: str = ""
     schema: int = 1
 
     @property
     def shares_head(self) -> bool:
         """Whether a policy's language head belongs to the trunk and is not stored with it."""
-        return self.sharing == "trunk"
+        return self.sharing != "none"
 
 
 def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
-    """The role's tensors by name, each once; without a language head that belongs to the trunk."""
+    """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
+    adapted = is_adapted(role.branch)
     for name, tensor in role.state_dict().items():
+        if adapted and name.startswith("branch.") and not is_adapter(name):
+            continue
         if shares_head and isinstance(role, Policy) and name.startswith("head."):
             continue
         if tensor.data_ptr() not in seen:

@@ -19,11 +19,13 @@ def causal_attended_tokens(lengths: Iterable[int]) -> int:
     return sum(n * (n + 1) // 2 for n in lengths)
 
 
-def _layer_flops(architecture: Architecture, tokens: int, attended_tokens: float) -> float:
-    matrices = architecture.attention_matrix_parameters + architecture.mlp_matrix_parameters
-    # Scores q.k and the weighted sum of values: head_dim multiply-adds each, for every head and attended key.
-    attention = 4 * architecture.heads * architecture.head_dim * attended_tokens
-    return 2 * matrices * tokens + attention
+def _attention_flops(architecture: Architecture, attended_tokens: float) -> float:
+    """Scores q.k and the weighted sum of values: head_dim multiply-adds each, for every head and attended key."""
+    return 4 * architecture.heads * architecture.head_dim * attended_tokens
+
+
+def _matrix_flops(architecture: Architecture, tokens: int) -> float:
+    return 2 * (architecture.attention_matrix_parameters + architecture.mlp_matrix_parameters) * tokens
 
 
 def _head_flops(architecture: Architecture, head: Head, head_tokens: int) -> float:
@@ -32,15 +34,23 @@ def _head_flops(architecture: Architecture, head: Head, head_tokens: int) -> flo
 
 
 def forward_flops(
-    architecture: Architecture, *, layers: int, tokens: int, attended_tokens: float, head: Head, head_tokens: int
+    architecture: Architecture,
+    *,
+    layers: int,
+    tokens: int,
+    attended_tokens: float,
+    head: Head,
+    head_tokens: int,
+    adapter_parameters: int = 0,
 ) -> float:
     """FLOPs of a forward pass of `layers` layers over `tokens` tokens and of the head over `head_tokens` of them.
 
     `attended_tokens` is the sum over tokens of the keys attended to; decoding with a KV cache costs as much as one
-    causal pass over the finished rows.
+    causal pass over the finished rows. `adapter_parameters` are those of all low-rank matrices together.
     """
     _check(architecture, layers, tokens, attended_tokens, head_tokens)
-    return layers * _layer_flops(architecture, tokens, attended_tokens) + _head_flops(architecture, head, head_tokens)
+    layer = _matrix_flops(architecture, tokens) + _attention_flops(architecture, attended_tokens)
+    return layers * layer + 2 * adapter_parameters * tokens + _head_flops(architecture, head, head_tokens)
 
 
 def backward_flops(
@@ -53,16 +63,28 @@ def backward_flops(
     head_tokens: int,
     head_trained: bool,
     head_tokens_again: int = 0,
+    adapter_parameters: int = 0,
+    layers_again: int = 0,
+    attentions_again: int = 0,
 ) -> float:
     """FLOPs of the backward pass through `layers` trained layers and the head.
 
     Each matrix product Y = X W of the forward pass has two in the backward one, dX = dY W^T and dW = X^T dY; a frozen
-    head needs dX only. `head_tokens_again` adds the head's forward pass of so many tokens, for a loss that keeps no
-    logits.
+    head, or the base of adapters, needs dX only. `head_tokens_again` adds the head's forward pass of so many tokens,
+    for a loss that keeps no logits; `layers_again` and `attentions_again` that of so many layers, or of their
+    attention, which checkpointing has forgotten.
     """
     _check(architecture, layers, tokens, attended_tokens, head_tokens)
-    body = 2 * layers * _layer_flops(architecture, tokens, attended_tokens)
-    return body + _head_flops(architecture, head, (1 + int(head_trained)) * head_tokens + head_tokens_again)
+    products = 1 if adapter_parameters else 2
+    matrices, attention = _matrix_flops(architecture, tokens), _attention_flops(architecture, attended_tokens)
+    again = layers_again * (matrices + attention)
+    again += attentions_again * (2 * architecture.attention_matrix_parameters * tokens + attention)
+    return (
+        layers * (products * matrices + 2 * attention)
+        + again
+        + 4 * adapter_parameters * tokens
+        + _head_flops(architecture, head, (1 + int(head_trained)) * head_tokens + head_tokens_again)
+    )
 
 
 def _check(architecture: Architecture, layers: int, tokens: int, attended_tokens: float, head_tokens: int) -> None:

@@ -6,7 +6,6 @@ pass follows its sampling at once, so the cache also covers the last token, whic
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
-from fourfold.models.roles import Activations, Policy, freeze, micro_batches
+from fourfold.models.roles import Activations, Policy, copy_policy, freeze, micro_batches
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.sampler import PromptBatch
 
@@ -75,7 +74,7 @@ class LocalSampler:
             prompt_id=torch.tensor(prompts.prompt_ids, device=device),
         )
         inputs = sequences
-        if self._base.shared:
+        if self._base.trunk is not None:
             inputs = torch.cat([chunk.activations[:, : width + longest] for chunk in chunks])
         activations = Activations(inputs, rollout.attention_mask)
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
@@ -93,11 +92,11 @@ class LocalSampler:
         if not self._half or not any(p.dtype == torch.float32 and p.ndim >= 2 for p in self._policy.parameters()):
             return self._policy
         if self._working is None:
-            shared = {id(self._policy.head.weight): self._policy.head.weight} if self._base.shared else {}
-            self._working = copy.deepcopy(self._policy, shared)
+            self._working = copy_policy(self._policy, share_head=self._base.shares_head)
             freeze(self._working)
         for target, source in zip(self._working.parameters(), self._policy.parameters(), strict=True):
-            target.copy_(source)
+            if target is not source:
+                target.copy_(source)
         return self._working
 
 

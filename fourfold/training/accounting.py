@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from fourfold.batch import Rollout
+from fourfold.config.schema import MemorySection
 from fourfold.memory.meter import PassCounter
+from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
@@ -44,12 +46,19 @@ class Work:
 class Accountant:
     """Turns the passes of a step into metrics."""
 
-    def __init__(self, models: FourModels) -> None:
+    def __init__(self, models: FourModels, memory: MemorySection) -> None:
+        again = len(models.actor.branch.layers[:: memory.checkpoint_every])
+        self._again = {
+            "layers_again": again if memory.checkpointing == "layers" else 0,
+            "attentions_again": again if memory.checkpointing == "attention" else 0,
+        }
         self._architecture = Architecture.from_config(models.base.config.to_dict())
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
         self._head_trained = models.actor.head.weight.requires_grad
         self._has_reward = models.reward is not None
+        matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
+        self._adapter_parameters = sum(p.numel() for p in matrices)
 
     def step(self, rollout: Rollout, actor: Work, critic: Work, *, full_kl: bool) -> dict[str, float]:
         """Metrics of a step whose learn phase took `actor` and `critic` forward and backward."""
@@ -74,6 +83,7 @@ class Accountant:
                 **self._sizes(work, self._branch_layers, head),
                 head_trained=trained,
                 head_tokens_again=work.head_again,
+                **self._again,
             )
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
         return counter.take(whole.rows)
@@ -89,4 +99,5 @@ class Accountant:
             "attended_tokens": work.attended,
             "head": head,
             "head_tokens": 0 if head == "none" else work.responses,
+            "adapter_parameters": 0 if head == "none" else self._adapter_parameters,
         }

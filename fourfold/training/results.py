@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
 from fourfold.memory.precision import DTYPES
+from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base, load_causal_lm
 from fourfold.models.roles import Policy
@@ -38,7 +40,7 @@ def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) 
         checkpoint = CheckpointStore(folder.stage("ppo") / "checkpoints", keep_last=1).load_best()
         if checkpoint is None:
             raise ValueError(f"{folder.root}: no checkpoint was marked as the best; leave out --best")
-        load_own_tensors(actor, checkpoint.tensors("actor"), shares_head=base.shared)
+        load_own_tensors(actor, checkpoint.tensors("actor"), shares_head=base.shares_head)
     elif folder.finished("ppo") is None:
         raise ValueError(f"{folder.root}: the stage ppo has not finished; run it to the end, or give --best")
     else:
@@ -130,7 +132,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     base = load_base(config)
     actor = load_actor(config, base, folder, best=best)
     # Frozen weights are read in the run's compute type, which float32 holds exactly; trained ones are float32.
-    compute = base.trunk.compute_dtype if base.trunk is not None else torch.float32
+    compute = actor.branch.compute_dtype if base.shares_head else torch.float32
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
     model = model.float()
     _copy_branch(actor, model)
@@ -156,6 +158,9 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
 
 def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
     """Put the actor's own layers in their places of the whole model."""
+    if is_adapted(actor.branch):
+        actor = copy.deepcopy(actor)  # with a base of its own, in float32: the sum is rounded once, at the very end
+        merge_adapters(actor.branch.float())
     layout = layout_of(model)
     whole, body = getattr(model, layout.body), actor.branch.body
     layers, own = getattr(whole, layout.layers), getattr(body, layout.layers)

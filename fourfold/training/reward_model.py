@@ -89,7 +89,7 @@ def train_reward(
         )
     fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + yardstick, "reward: trunk activations")
     scorer = _initial_scorer(config, base, sft)
-    make_trainable(scorer, with_language_head=False)
+    make_trainable(scorer, with_language_head=False, memory=config.memory)
     lengths = [max(len(a), len(b)) for a, b in pairs]
     batches = [
         batch

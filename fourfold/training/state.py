@@ -68,7 +68,7 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 
 def collect(models: FourModels, learner: Learner, progress: Progress) -> tuple[dict[str, dict], dict[str, Any]]:
     """Tensors and JSON of a checkpoint: trained roles, both optimizers, counters, random states, frozen checksum."""
-    tensors = {name: own_tensors(role, shares_head=models.base.shared) for name, role in _roles(models).items()}
+    tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
         "frozen_checksum": models.frozen_checksum(),
@@ -93,7 +93,7 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner) -> Pro
             "restore the stage folders, or start again in a new output folder"
         )
     for name, role in _roles(models).items():
-        load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shared)
+        load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shares_head)
     for name, optimizer in (("actor", learner.actor_optimizer), ("critic", learner.critic_optimizer)):
         record = checkpoint.state["optimizers"][name]
         restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])

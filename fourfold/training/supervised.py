@@ -62,7 +62,7 @@ def train_sft(
     settings, record = config.sft, record_for(config, "policy")
     fill_cache(cache, [*texts, *test], "sft: trunk activations")
     policy = base.new_policy()
-    make_trainable(policy, with_language_head=not base.shared)
+    make_trainable(policy, with_language_head=not base.shares_head, memory=config.memory)
     metrics: dict[str, float] = {"texts": len(texts)}
     if test:
         metrics["test_nll_before"] = mean_nll(policy, cache, test, settings.micro_batch_size)

@@ -54,7 +54,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.progress = Progress(kl_coef=self.config.ppo.kl_coef)
-        self.accountant = Accountant(self.models)
+        self.accountant = Accountant(self.models, self.config.memory)
         self.last_evaluation: Evaluation | None = None
 
     def resume(self) -> bool:

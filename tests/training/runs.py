@@ -118,7 +118,13 @@ def settings(
 
 # Changes for `settings`.
 SEPARATE: Tree = {"sharing": {"mode": "none"}, "trunk": None}
-SHARINGS: dict[str, Tree] = {"trunk": {}, "none": SEPARATE}
+ADAPTERS: Tree = {"sharing": {"mode": "adapters"}, "trunk": None, "adapters": {"rank": 4, "alpha": 8.0}}
+SHARINGS: dict[str, Tree] = {
+    "trunk": {},
+    "none": SEPARATE,
+    "adapters": ADAPTERS,
+    "adapters over a trunk": {**ADAPTERS, "adapters": {"rank": 4, "alpha": 8.0, "layers": 2}},
+}
 
 
 def by_function(name: str, **ppo: Any) -> Tree:

@@ -53,7 +53,7 @@ def trainer_for(folder: Path, sharing: str, **ppo: Any) -> tuple[Trainer, Seen]:
     give_value_head(models)
     models.reward = models.base.new_scorer()
     freeze(models.reward)
-    trainer.reward, trainer.accountant = ModelReward(models.reward), Accountant(models)
+    trainer.reward, trainer.accountant = ModelReward(models.reward), Accountant(models, trainer.config.memory)
     parts = {role: getattr(models, role).branch for role in ROLES[1:]}
     if models.base.trunk is not None:
         parts["trunk"] = models.base.trunk

@@ -55,7 +55,9 @@ def test_a_few_texts_are_learned_by_heart(tmp_path: Path, sharing: str) -> None:
     }
     sft = run(merged(tree, merged(changes, SHARINGS[sharing])))["stages"]["sft"]
     assert sft["texts"] == 3
-    assert sft["test_nll_before"] > 4.0 and sft["test_nll_after"] < 0.1 * sft["test_nll_before"]
+    # Adapters of rank 4 over a frozen random base have less room.
+    share = 0.25 if sharing.startswith("adapters") else 0.1
+    assert sft["test_nll_before"] > 4.0 and sft["test_nll_after"] < share * sft["test_nll_before"]
 
 
 @torch.no_grad()
