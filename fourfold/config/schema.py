@@ -71,8 +71,9 @@ class AdaptersSection(Section):
 class PrecisionSection(Section):
     compute: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="Type of matrix products and of frozen weights; 'auto' takes bfloat16 where the hardware "
-        "multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32.",
+        description="Type of matrix products, and the widest that frozen weights are held in; 'auto' takes bfloat16 "
+        "where the hardware multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE "
+        "run in float32.",
     )
 
 
@@ -179,7 +180,7 @@ class CriticSection(OptimizerSection):
 
 class SamplingSection(Section):
     max_new_tokens: PositiveInt = Field(default=24, description="Longest response, in tokens (EOS included).")
-    temperature: PositiveFloat = Field(
+    temperature: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
         default=1.0, description="Logits are divided by it in sampling and in every log-prob (actor, reference, old)."
     )
     responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each prompt of a rollout.")

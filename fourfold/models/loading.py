@@ -179,7 +179,10 @@ def end_ids(model: PreTrainedModel, tokenizer: Any, extra: tuple[int, ...]) -> f
     if not found:
         raise ValueError("the model names no EOS token; give sampling.extra_eos_token_ids")
     if bad := sorted(i for i in found if not 0 <= i < rows):
-        raise ValueError(f"EOS ids {bad} lie outside the model's {rows} embedding rows")
+        raise ValueError(
+            f"EOS ids {bad} lie outside the model's {rows} embedding rows; allowed: 0 to {rows - 1}; mend "
+            "sampling.extra_eos_token_ids, or the eos_token_id of the model's config and generation config"
+        )
     return frozenset(found)
 
 

@@ -39,22 +39,23 @@ def prepare_for_decoding(module: nn.Module) -> None:
             child.__class__ = FewRowsLinear
 
 
-class WidenedLinear(nn.Linear):
+class WidenedLinear(FewRowsLinear):
     """A frozen linear layer that holds its weight in fewer bytes than it multiplies in, and widens it for each use."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs], in the type of the input."""
-        return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+        return linear_few_rows(input, self.weight.to(input.dtype), self.bias)
 
 
 def hold_narrowly(module: nn.Module) -> None:
     """Hold float32 matrices of frozen linear layers and look-ups in bfloat16 where that is the same numbers.
 
     Published weights are mostly bfloat16, so the float32 copies of a role that is only scored with double its memory
-    for nothing. Results stay bit-equal: the products run in float32 as before.
+    for nothing. Results stay bit-equal: the same products run in float32 as before, those for few rows included.
     """
     for child in module.modules():
-        if type(child) in (nn.Linear, FewRowsLinear) and _narrow(child):
+        few_rows = type(child) is FewRowsLinear or (type(child) is nn.Linear and child.weight.device.type != "cpu")
+        if few_rows and _narrow(child):
             child.__class__ = WidenedLinear
         elif isinstance(child, nn.Embedding):
             _narrow(child)

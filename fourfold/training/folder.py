@@ -74,14 +74,18 @@ class RunFolder:
         self.write_json(SPENT, {name: usage._asdict() for name, usage in total.items()})
 
     def claim(self, config: RunConfig) -> None:
-        """Save the resolved settings, or make sure that a run started here had the same ones.
+        """Save the resolved settings of a new run: from here on the folder is its own."""
+        if not (self.root / CONFIG).is_file():
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.root / CONFIG, dump_toml(config))
+
+    def require_same_settings(self, config: RunConfig) -> None:
+        """Make sure that a run that was started here had these settings.
 
         `stages` and `system` may differ: they say how much is run and where, not what comes out.
         """
         path = self.root / CONFIG
         if not path.is_file():
-            self.root.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, dump_toml(config))
             return
         before, now = (c.model_dump(exclude={"stages", "system"}) for c in (load_config(path), config))
         if changed := sorted(_differences(before, now)):

@@ -109,9 +109,8 @@ def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     folder = RunFolder(Path(config.output).expanduser())
     _check_what_stages_start_from(config, folder)
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
-    # Before the folder is taken: to mend what is wrong with the data can take other settings.
+    folder.require_same_settings(config)
     records = read_records(config.model_copy(update={"stages": tuple(todo)}))
-    folder.claim(config)
     for stage in config.stages:
         if stage not in todo:
             say(f"{stage}: finished earlier, skipped")
@@ -129,6 +128,7 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: R
     with meter.phase("load"):
         base = load_base(config)
     inputs = encode_inputs(config, base, records, say)
+    folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
     if "sft" in todo:

@@ -220,11 +220,11 @@ def test_any_text_and_number_survives(text: str, stops: list[str], number: float
     tree["output"] = text
     tree["seed"] = count
     tree["data"]["texts"]["columns"] = {"text": text}
-    tree["sampling"] = {"stop_strings": stops, "temperature": number}
+    tree["sampling"] = {"stop_strings": stops, "temperature": max(number, 0.001)}
     tree["ppo"] = {"gamma": fraction, "target_kl": number, "eps": number}
     config = parse_config(tree, "test")
     assert parse_config(_tree(dump_toml(config)), "dump") == config
-    assert config.output == text and config.ppo.gamma == fraction and config.sampling.temperature == number
+    assert config.output == text and config.ppo.gamma == fraction and config.sampling.temperature == max(number, 0.001)
 
 
 def test_paths_are_checked_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

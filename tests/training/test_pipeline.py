@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -284,3 +285,13 @@ def test_an_exception_in_a_callback_is_not_swallowed(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine"):
         make_trainer(config, callbacks=(callback,)).run()
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"trunk": {"branch_layers": 4}}, {"sampling": {"extra_eos_token_ids": [999]}}], ids=["trunk", "eos"]
+)
+def test_what_the_model_does_not_allow_leaves_no_folder(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Mended settings would be other settings than those of a folder that was taken."""
+    with pytest.raises(ValueError, match="allowed"):
+        run(settings(tmp_path, changes))
+    assert not (tmp_path / "run").exists()
