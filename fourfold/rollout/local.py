@@ -16,6 +16,7 @@ from torch import Tensor
 from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
+from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, copy_policy, freeze, micro_batches
 from fourfold.rollout.draw import draw_tokens
@@ -89,8 +90,9 @@ class LocalSampler:
 
     def _current_policy(self) -> Policy:
         """The policy in the compute type: casting its masters once a rollout is cheaper than once a token."""
-        if not self._half or not any(p.dtype == torch.float32 and p.ndim >= 2 for p in self._policy.parameters()):
-            return self._policy
+        masters = any(p.dtype == torch.float32 and p.ndim >= 2 for p in self._policy.parameters())
+        if not self._half or not masters or is_adapted(self._policy.branch):
+            return self._policy  # adapters are too small for their casts to count
         if self._working is None:
             self._working = copy_policy(self._policy, share_head=self._base.shares_head)
             freeze(self._working)

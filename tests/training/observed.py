@@ -22,6 +22,7 @@ from fourfold.config import RunConfig, dump_toml
 from fourfold.config.checks import DATASETS
 from fourfold.errors import RunFailed
 from fourfold.memory.meter import PhaseMeter
+from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import assemble
 from fourfold.models.loading import Base, load_base
 from fourfold.training.folder import RunFolder
@@ -124,7 +125,8 @@ class Scene:
 
     def base(self, config: RunConfig) -> Base:
         """The model as the settings cut it, for one use."""
-        parts = (config.sharing.mode, config.trunk.branch_layers, config.precision.compute)
+        adapters = config.adapters.model_dump_json()
+        parts = (config.sharing.mode, config.trunk.branch_layers, adapters, config.precision.compute)
         base = self.once((*parts, config.sampling.extra_eos_token_ids), lambda: load_base(config))
         return replace(base, policy=copy.deepcopy(base.policy))
 
@@ -260,6 +262,10 @@ def stage_checkpoints(scene: Scene, config: RunConfig) -> list[str]:
 def trunk_layers(scene: Scene, config: RunConfig) -> int:
     trunk = scene.base(config).trunk
     return 0 if trunk is None else trunk.num_layers
+
+
+def adapter_sizes(scene: Scene, config: RunConfig) -> list[int]:
+    return [p.numel() for p in adapter_parameters(scene.base(config).policy.branch)]
 
 
 def compute_type(scene: Scene, config: RunConfig) -> torch.dtype:

@@ -20,6 +20,7 @@ from fourfold.config.describe import all_settings
 from training.observed import (
     Scene,
     See,
+    adapter_sizes,
     checkpoints,
     compute_type,
     evaluated_prompts,
@@ -111,12 +112,21 @@ def dataset(name: str) -> list[Row]:
     ]
 
 
+ADAPTED = {"sharing.mode": "adapters", "trunk": None}
 ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
 ALL_TOKENS = list(range(4, 160))
 ROWS = [
     Row("seed", 0, 1, prompts),
     Row("trunk.branch_layers", 2, 1, trunk_layers),
+    Row("adapters.rank", 4, 2, adapter_sizes, also=ADAPTED),
+    Row("adapters.alpha", 4.0, 64.0, weights("actor"), also=ADAPTED),
+    Row("adapters.targets", [], ["q_proj"], adapter_sizes, also=ADAPTED),
+    Row("adapters.layers", 0, 2, trunk_layers, also=ADAPTED),
+    Row("adapters.dora", False, True, adapter_sizes, also=ADAPTED),
+    Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
+    Row("memory.checkpointing", "none", "layers", metric("actor_learn_flops")),
+    Row("memory.checkpoint_every", 1, 2, metric("actor_learn_flops"), also={"memory.checkpointing": "layers"}),
     Row("system.threads", 1, 2, threads),
     *[row for name in DATASETS for row in dataset(name)],
     Row("data.max_prompt_tokens", 6, 2, tokens("prompts"), "all"),
