@@ -26,7 +26,6 @@ from fourfold.training.ppo import build_trainer, reward_source
 
 def settings(args, folder: Path) -> RunConfig:
     """The configuration that does the work of the arguments."""
-    micro = args.micro_batch or args.batch
     tree = {
         "output": str(folder / "run"),
         "seed": args.seed,
@@ -43,7 +42,7 @@ def settings(args, folder: Path) -> RunConfig:
             "steps": args.updates,
             "rollout_batch_size": args.batch,
             "mini_batch_size": args.batch,
-            "micro_batch_size": micro,
+            "micro_batch_size": args.batch,
             "num_epochs": args.epochs,
             "learning_rate": 1e-5,
         },
@@ -65,7 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the updates and print the report."""
     parser = worker_parser(__doc__ or "")
     parser.add_argument("--sharing", choices=("trunk", "adapters", "none"), required=True)
-    parser.add_argument("--micro-batch", type=int, default=0, help="responses a forward pass; 0: the whole batch")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, as `fourfold run --set`")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fourfold-worker-") as name:

@@ -75,9 +75,9 @@ def fused_log_probs(
     _check_inputs(hidden, weight, temperature, softcap, chunk_tokens)
     shape = _Shape(temperature, softcap, scale, chunk_tokens)
     head_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or head_trained)
+    learns = torch.is_grad_enabled() and hidden.requires_grad
     ahead = learns and not head_trained and entropy != "learn" and len(hidden) > chunk_tokens
-    return _FusedLogProbs.apply(hidden, weight, bias, labels, shape, entropy, learns, ahead)  # type: ignore[return-value]
+    return _FusedLogProbs.apply(hidden, weight, bias, labels, shape, entropy, ahead)  # type: ignore[return-value]
 
 
 def recomputed_tokens(tokens: int, *, head_trained: bool, entropy: Entropy, chunk_tokens: int = CHUNK_TOKENS) -> int:
@@ -155,7 +155,6 @@ class _FusedLogProbs(torch.autograd.Function):
         labels: Tensor,
         shape: _Shape,
         entropies: Entropy,
-        learns: bool,
         ahead: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _working_dtype(hidden)
@@ -183,7 +182,7 @@ class _FusedLogProbs(torch.autograd.Function):
             if slopes is not None:
                 slopes[chunk] = _into_hidden(logits, weight).mul_(shape.scale / shape.temperature)
         ctx.save_for_backward(hidden, weight, bias, labels, log_total, entropy, slopes)
-        ctx.shape, ctx.logits = shape, made if learns and not ahead else None
+        ctx.shape, ctx.logits = shape, None if ahead else made  # freed with ctx where no gradient is wanted
         ctx.set_materialize_grads(False)
         if entropies != "learn":
             ctx.mark_non_differentiable(entropy)
@@ -195,11 +194,11 @@ class _FusedLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         hidden, weight, bias, labels, log_total, entropy, slopes = ctx.saved_tensors
         if grad_entropy is None and grad_log_probs is None:
-            return (None,) * 8
+            return (None,) * 7
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
         if slopes is not None:
-            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 7
+            return (slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 6
         shape: _Shape = ctx.shape
         sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad, shape.scale)
         scratch, made = _Scratch(), ctx.logits or _Logits(hidden, weight, shape)
@@ -220,7 +219,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 _store(logits, rows, block, softcap_slope)
                 sums.add_bias(block)
             sums.add_products(chunk, logits)
-        return *sums.finish(), None, None, None, None, None
+        return *sums.finish(), None, None, None, None
 
 
 class _Gradients:

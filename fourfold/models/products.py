@@ -54,8 +54,7 @@ def hold_narrowly(module: nn.Module) -> None:
     for nothing. Results stay bit-equal: the same products run in float32 as before, those for few rows included.
     """
     for child in module.modules():
-        few_rows = type(child) is FewRowsLinear or (type(child) is nn.Linear and child.weight.device.type != "cpu")
-        if few_rows and _narrow(child):
+        if type(child) in (nn.Linear, FewRowsLinear) and _narrow(child):
             child.__class__ = WidenedLinear
         elif isinstance(child, nn.Embedding):
             _narrow(child)

@@ -69,11 +69,20 @@ def _time_and_memory() -> tuple[Metric, ...]:
     )
 
 
+# The state after a row's last token belongs to no action: trunk, reward and the critic's scores alone look at it.
+_UNREAD = {
+    ("actor", "forward"): ", without the last token of each row",
+    ("actor", "backward"): ", without the last token of each row",
+    ("reference", "forward"): ", without the last token of each row",
+    ("critic", "forward"): ", in learn without the last token of each row",
+    ("critic", "backward"): ", without the last token of each row",
+}
+
+
 def _work_of(model: str) -> tuple[Metric, ...]:
     passes, tokens = [], []
     for direction in DIRECTIONS:
-        # The last token of a response is sampled and never fed to the actor again.
-        unread = "; in sampling without the last of each response" if (model, direction) == ("actor", "forward") else ""
+        unread = _UNREAD.get((model, direction), "")
         healthy = _EXPECTED_PASSES.get((model, direction), "0: it is frozen")
         passes.append(
             Metric(
