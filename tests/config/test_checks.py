@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fourfold.config import ConfigError
-from fourfold.config.checks import REWARD_TRAINING, ignored_keys, is_given
+from fourfold.config.checks import ignored_keys, is_given
+from fourfold.config.checks.ignored import REWARD_TRAINING
 from fourfold.config.loading import apply_override, parse_config
 from fourfold.config.schema import OptimizerSection, RewardSection
 

@@ -114,7 +114,7 @@ def four(path: Path, *, sft: bool = False, **settings: Any) -> FourModels:
 @pytest.mark.parametrize("layers", [0, 2])
 def test_the_base_is_resident_once(tmp_path: Path, layers: int) -> None:
     """All roles together hold the base and four sets of adapters."""
-    models = four(tmp_path, adapters__layers=layers)
+    models = four(tmp_path, adapters__layers=layers, adapters__rank=2)
     reward = scorer_on(models.actor)
     roles = (models.actor, models.critic, models.reference, reward)
     trunk = [] if models.base.trunk is None else [models.base.trunk]

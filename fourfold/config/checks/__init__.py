@@ -1,0 +1,29 @@
+"""Checks across settings: each returns every problem it finds as 'key: given; allowed; what to try'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
+from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
+from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+__all__ = ["DATASETS", "STAGE_ORDER", "ignored_keys", "is_given", "problems"]
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Everything that is wrong with settings which are each allowed alone."""
+    return [
+        *stages(config),
+        *data(config),
+        *batch_sizes(config),
+        *optimizers(config),
+        *reward_source(config),
+        *ppo(config),
+        *warm_ups(config),
+        *lengths(config),
+        *ignored(config),
+    ]

@@ -1,0 +1,72 @@
+"""Settings that nothing reads beside others: giving one is an error, and none is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+# What training a reward model reads; nothing of it is used when the reward comes from elsewhere.
+REWARD_TRAINING = (
+    *("learning_rate", "schedule", "warmup_steps", "betas", "eps", "weight_decay", "max_grad_norm"),
+    *("init", "num_epochs", "batch_size", "micro_batch_size", "max_pairs", "standardise"),
+)
+
+
+def ignored_keys(config: RunConfig) -> dict[str, str]:
+    """Dotted keys that nothing reads with these settings, and why: giving one is an error, and none is saved."""
+    ignored: dict[str, str] = {}
+
+    def because(reason: str, section: str, *names: str) -> None:
+        ignored.update({f"{section}.{name}": reason for name in names})
+
+    mode = config.sharing.mode
+    if mode == "none":
+        because("sharing.mode = 'none' has no trunk", "trunk", *type(config.trunk).model_fields)
+    if mode == "adapters":
+        because("sharing.mode = 'adapters' cuts by adapters.layers", "trunk", *type(config.trunk).model_fields)
+    else:
+        because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
+    if config.memory.checkpointing == "none":
+        because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
+    if config.reward.source != "checkpoint":
+        because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
+    if config.reward.source != "function":
+        # A model answers the same way every time: no use to ask it again, and a score that is not finite stops the run.
+        reason = f"reward.source = {config.reward.source!r} calls no function"
+        because(reason, "reward", "function", "retries", "on_failure")
+    if config.reward.source != "train":
+        reason = f"reward.source = {config.reward.source!r} trains no reward model"
+        because(reason, "reward", *REWARD_TRAINING)
+        because(reason, "data", "pairs", "pairs_test")
+    if config.ppo.kl_controller == "fixed":
+        because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
+    if config.ppo.kl_loss_coef == 0:
+        because("ppo.kl_loss_coef = 0 puts no KL into the loss", "ppo", "kl_loss_estimator")
+    if config.ppo.length_penalty == 0:
+        because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
+    if config.data.prompts_test is None:
+        reason = "without data.prompts_test nothing is evaluated"
+        because(reason, "evaluation", *type(config.evaluation).model_fields)
+        if config.checkpoint.best_metric.startswith("eval_"):
+            because(reason, "checkpoint", "best_metric", "best_mode")
+    return ignored
+
+
+def is_given(config: RunConfig, key: str) -> bool:
+    """Whether a dotted key was written down (rather than left at its default)."""
+    section: Any = config
+    *path, name = key.split(".")
+    for part in path:
+        if part not in section.model_fields_set:
+            return False
+        section = getattr(section, part)
+    return name in section.model_fields_set
+
+
+def ignored(config: RunConfig) -> Iterator[str]:
+    for key, reason in ignored_keys(config).items():
+        if is_given(config, key):
+            yield f"{key}: given, but {reason}, so it would be ignored; leave it out"

@@ -1,0 +1,77 @@
+"""The model, what the roles share of it, and what is held how in memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fourfold.config.sections.base import Count, PositiveFloat, PositiveInt, Section
+
+
+class ModelSection(Section):
+    path: str = Field(
+        description="Causal language model: a Hugging Face directory, a hub id, a .gguf file, or "
+        "'package:MODULE/FILE' for a file inside an installed Python package."
+    )
+    cache: str = Field(
+        default="~/.cache/fourfold/models", description="Folder for converted models (GGUF to bf16 safetensors)."
+    )
+
+
+class TrunkSection(Section):
+    branch_layers: PositiveInt = Field(
+        default=4, description="Upper layers that every role owns; the layers below form the shared frozen trunk."
+    )
+
+
+class SharingSection(Section):
+    mode: Literal["trunk", "adapters", "none"] = Field(
+        default="trunk",
+        description="'trunk': the lower layers are shared and frozen, their activations cached. "
+        "'adapters': all layers are shared and frozen, every role has low-rank adapters on them. "
+        "'none': four separate models, actor and critic trained in full.",
+    )
+
+
+class AdaptersSection(Section):
+    rank: PositiveInt = Field(default=16, description="Rank of the adapters (LoRA's r).")
+    alpha: PositiveFloat = Field(
+        default=32.0, description="Their product is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."
+    )
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description="Names of the linear layers to adapt, such as ['q_proj', 'v_proj']; none: all of a decoder layer.",
+        strict=False,
+    )
+    layers: Count = Field(
+        default=0,
+        description="Upper layers that have adapters; those below form a trunk whose activations are cached. 0: all.",
+    )
+    dora: bool = Field(default=False, description="DoRA: the adapters turn the weights, their lengths are own numbers.")
+    rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank), which suits high ranks.")
+
+
+class PrecisionSection(Section):
+    compute: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Type of matrix products, and the widest that frozen weights are held in; 'auto' takes bfloat16 "
+        "where the hardware multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE "
+        "run in float32.",
+    )
+
+
+class MemorySection(Section):
+    checkpointing: Literal["none", "layers", "attention"] = Field(
+        default="none",
+        description="What backward passes of trained roles compute again instead of keeping: whole decoder layers, or "
+        "attention only. Updates stay the same bit for bit.",
+    )
+    checkpoint_every: PositiveInt = Field(
+        default=1, description="Every how many of a role's decoder layers are checkpointed, the first one included."
+    )
+
+
+class SystemSection(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="'auto' takes CUDA where there is one.")
+    threads: Count = Field(default=0, description="CPU threads of torch; 0 leaves torch's own choice.")

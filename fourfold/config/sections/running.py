@@ -1,0 +1,62 @@
+"""Sampling, evaluation, checkpoints and trackers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from fourfold.config.sections.base import Count, PositiveInt, Section
+
+
+class SamplingSection(Section):
+    max_new_tokens: PositiveInt = Field(default=24, description="Longest response, in tokens (EOS included).")
+    temperature: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
+        default=1.0, description="Logits are divided by it in sampling and in every log-prob (actor, reference, old)."
+    )
+    responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each prompt of a rollout.")
+    batch_size: Count = Field(default=0, description="Rows sampled at once; 0 means the whole rollout.")
+    stop_strings: tuple[str, ...] = Field(
+        default=(), description="A response also ends with the token that completes one of these.", strict=False
+    )
+    extra_eos_token_ids: tuple[Count, ...] = Field(
+        default=(), description="Token ids that end a response besides the model's own EOS ids.", strict=False
+    )
+    top_p: float = Field(default=1.0, description="Only 1.0: truncated sampling breaks the on-policy assumption.")
+    top_k: int = Field(default=0, description="Only 0: truncated sampling breaks the on-policy assumption.")
+
+    @model_validator(mode="after")
+    def _refuse_truncated_sampling(self) -> SamplingSection:
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                f"top_p = {self.top_p}, top_k = {self.top_k}: truncated sampling draws from "
+                "another distribution than the one that is trained, so KL and ratio would be wrong; "
+                "allowed: top_p = 1.0 and top_k = 0; try a lower temperature"
+            )
+        return self
+
+
+class EvaluationSection(Section):
+    every: Count = Field(
+        default=0, description="PPO steps between evaluations on held-out prompts; 0: start and end only."
+    )
+    max_prompts: PositiveInt = Field(default=64, description="Held-out prompts used.")
+    responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each of them.")
+    judge: Literal["none", "vader"] = Field(
+        default="none", description="A judge other than the reward model: 'vader', the lexicon's compound score."
+    )
+    samples: Count = Field(default=8, description="Samples printed before and after, side by side.")
+
+
+class CheckpointSection(Section):
+    every: PositiveInt = Field(default=10, description="PPO steps between checkpoints; the last step is always saved.")
+    keep_last: PositiveInt = Field(default=2, description="Checkpoints kept, besides the best one.")
+    best_metric: str = Field(default="eval_score_mean", description="The best checkpoint is chosen by this metric.")
+    best_mode: Literal["max", "min"] = Field(default="max", description="Whether more or less of it is better.")
+    stage_every: PositiveInt = Field(default=50, description="Optimizer steps between checkpoints of sft and reward.")
+
+
+class TrackingSection(Section):
+    trackers: tuple[Literal["tensorboard"], ...] = Field(
+        default=(), description="Where metrics go besides metrics.jsonl.", strict=False
+    )

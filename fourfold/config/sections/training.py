@@ -1,0 +1,128 @@
+"""How each stage and role is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fourfold.config.sections.base import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+
+class OptimizerSection(Section):
+    learning_rate: NonNegativeFloat = Field(default=1e-4, description="Peak learning rate of AdamW.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Decay of the learning rate to zero over the optimizer steps of the stage."
+    )
+    warmup_steps: Count = Field(default=0, description="Optimizer steps of linear warm-up.")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="Adam's decay rates.", strict=False)
+    eps: PositiveFloat = Field(default=1e-8, description="Adam's epsilon.")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="Decoupled weight decay; not on norms and biases.")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradients are clipped to this global norm.")
+
+
+class SftSection(OptimizerSection):
+    num_epochs: PositiveInt = Field(default=1, description="Passes over the texts.")
+    batch_size: PositiveInt = Field(default=32, description="Texts an optimizer step.")
+    micro_batch_size: PositiveInt = Field(default=32, description="Texts a forward pass; divides batch_size.")
+    max_texts: Count = Field(default=0, description="Use this many texts, drawn by the seed; 0 means all.")
+
+
+class RewardSection(OptimizerSection):
+    source: Literal["train", "checkpoint", "function"] = Field(
+        default="train", description="Train a reward model on the pairs, load one, or call a Python function."
+    )
+    checkpoint: str = Field(default="", description="Folder of a trained reward model (source = 'checkpoint').")
+    function: str = Field(
+        default="",
+        description="'module:name' of a Python function (source = 'function'): "
+        "takes prompts and responses (lists of str), returns a list of float.",
+    )
+    init: Literal["sft", "base"] = Field(
+        default="sft", description="Weights that the reward model starts from; by default the base's where no sft is."
+    )
+    num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs.")
+    batch_size: PositiveInt = Field(default=32, description="Pairs an optimizer step.")
+    micro_batch_size: PositiveInt = Field(default=32, description="Pairs a forward pass; divides batch_size.")
+    max_pairs: Count = Field(default=0, description="Use this many pairs, drawn by the seed; 0 means all.")
+    standardise: bool = Field(
+        default=True,
+        description="Shift and scale the score so that 256 of the sft texts have mean 0 and standard deviation 1 "
+        "(the numbers are saved with the model).",
+    )
+    retries: Count = Field(default=2, description="How often a function that fails is asked again.")
+    on_failure: Literal["stop", "drop"] = Field(
+        default="stop", description="What a function that fails after the retries does: stop the run, or drop the rows."
+    )
+
+
+class CriticSection(OptimizerSection):
+    init: Literal["reward", "actor", "base"] = Field(
+        default="reward",
+        description="Weights of the critic: from the reward model (with its head), from the actor, "
+        "or from the base model (new head).",
+    )
+    warmup_steps: Count = Field(default=0, description="Optimizer steps of linear warm-up of the learning rate.")
+    warmup_rollouts: Count = Field(
+        default=0, description="PPO steps at the start in which the critic alone is trained and the actor stands still."
+    )
+
+
+class PpoSection(OptimizerSection):
+    steps: PositiveInt = Field(default=30, description="Rollouts (each is sampled, scored and learned from).")
+    rollout_batch_size: PositiveInt = Field(default=32, description="Responses a rollout.")
+    mini_batch_size: PositiveInt = Field(default=32, description="Responses an optimizer step.")
+    micro_batch_size: PositiveInt = Field(default=32, description="Responses a forward and backward pass.")
+    num_epochs: PositiveInt = Field(default=4, description="Passes over a rollout.")
+    clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="Clip range of the ratio (lower side: 1 - clip_eps)."
+    )
+    clip_eps_high: NonNegativeFloat = Field(default=0.0, description="Upper clip range; 0 means clip_eps.")
+    dual_clip: NonNegativeFloat = Field(default=0.0, description="Dual-clip constant c > 1; 0 switches it off.")
+    value_clip_eps: NonNegativeFloat = Field(default=0.2, description="Clip range of the value's move; 0: no clip.")
+    value_coef: PositiveFloat = Field(default=1.0, description="Factor of the value loss.")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="Factor of the entropy bonus.")
+    gamma: Fraction = Field(default=1.0, description="Discount.")
+    gae_lambda: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation.")
+    whiten_advantages: bool = Field(default=True, description="Mean 0, standard deviation 1 over the rollout's tokens.")
+    target_kl: NonNegativeFloat | None = Field(
+        default=None,
+        description="End a rollout's epochs when the mean of KL(old, new) per token in a mini-batch reaches "
+        "this (its step is not applied); not given: off.",
+    )
+    kl_coef: NonNegativeFloat = Field(default=0.05, description="Factor of the per-token KL in the reward.")
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
+        default="k1", description="Estimator of KL(actor, reference) that is penalised and logged."
+    )
+    kl_controller: Literal["fixed", "adaptive"] = Field(default="fixed", description="How kl_coef moves.")
+    kl_target: PositiveFloat = Field(default=6.0, description="Target of the adaptive controller, nats a sequence.")
+    kl_horizon: PositiveInt = Field(default=10_000, description="Horizon of the adaptive controller, sequences.")
+    kl_loss_coef: NonNegativeFloat = Field(
+        default=0.0, description="Factor of a KL term in the loss (needs kl_coef = 0)."
+    )
+    kl_loss_estimator: Literal["k2", "k3"] = Field(
+        default="k2", description="Estimator in the loss; k2 has the right gradient, k3 a biased one."
+    )
+    score_clip: NonNegativeFloat = Field(default=0.0, description="Scores are clipped to +-this; 0: off.")
+    reward_normalization: Literal["none", "batch", "running"] = Field(
+        default="none", description="Scores minus mean, divided by standard deviation, of the rollout or running."
+    )
+    missing_eos_penalty: NonNegativeFloat = Field(
+        default=0.0, description="Subtracted from the score of a response that was cut by length."
+    )
+    length_penalty: NonNegativeFloat = Field(
+        default=0.0, description="Subtracted from the score for every token outside the length range."
+    )
+    length_range: tuple[Count, Count] = Field(
+        default=(0, 0), description="Shortest and longest response free of length_penalty; 0 is no limit.", strict=False
+    )
+    truncation: Literal["terminal", "bootstrap", "drop"] = Field(
+        default="terminal",
+        description="A response cut by length: its score counts; or the value of the last state stands for "
+        "the rest; or it is not learned from.",
+    )
+
+    @property
+    def updates_a_rollout(self) -> int:
+        """Optimizer steps of one rollout when no epoch ends early."""
+        return self.num_epochs * -(-self.rollout_batch_size // self.mini_batch_size)
