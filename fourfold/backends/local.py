@@ -1,51 +1,58 @@
-"""One process, one device: AdamW (Loshchilov & Hutter 2019) in float32, fused where torch has it."""
+"""One process, one device: AdamW with clipping and a schedule, in a step of its own or within the backward pass."""
 
 from __future__ import annotations
 
 import math
+import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.config.schema import OptimizerSection
+from fourfold.config.schema import MemorySection, OptimizerSection
 from fourfold.errors import RunFailed
+from fourfold.memory.optimizers import States, make_adamw
 
 
 class LocalOptimizer:
-    """AdamW on the trainable parameters of one role, with clipping and a schedule over `total_steps`."""
+    """AdamW on the trainable parameters of one role, with clipping and a schedule over `total_steps`.
 
-    def __init__(self, name: str, module: nn.Module, settings: OptimizerSection, *, total_steps: int) -> None:
+    `memory` says where its states are and when it steps; parked states lie in `folder` where the device is the CPU.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        settings: OptimizerSection,
+        *,
+        total_steps: int,
+        memory: MemorySection | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.name = name
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._max_norm = settings.max_grad_norm
+        self._max_norm = settings.max_grad_norm or math.inf
         self._settings = settings
         self._total = max(total_steps, 1)
         self._steps_done = 0
-        # Norms and biases are not decayed (PyTorch decays all it is given).
-        matrices = [p for p in self._parameters if p.ndim >= 2]
-        vectors = [p for p in self._parameters if p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
-        self._make_moments()
+        memory = memory or MemorySection()
+        park = memory.optimizer_residency == "park"
+        assert folder is not None or not park, "parked states need a folder"
+        self._optimizer = make_adamw(self._parameters, settings)
+        self.states = States(self._optimizer, park_in=folder if park else None)
+        self._in_backward = memory.optimizer_in_backward
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        if self._in_backward:
+            me = weakref.ref(self)  # a parameter that held its optimizer would keep the states of a finished stage
 
-    def _make_moments(self) -> None:
-        """AdamW's state before the first step, which torch would make in that step.
+            def complete(p: Tensor) -> None:
+                if (optimizer := me()) is not None:
+                    optimizer._step_in_backward(p)
 
-        Made here it lies together, not in the holes that the first step's activations leave (55 MiB of peak memory for
-        two models of 135M), and a machine that is too small says so at once.
-        """
-        for p in self._parameters:
-            self._optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+            for p in self._parameters:
+                p.register_post_accumulate_grad_hook(complete)
 
     @property
     def steps_done(self) -> int:
@@ -73,10 +80,40 @@ class LocalOptimizer:
                 f"learn: the {self.name}'s loss is {float(loss.detach())}; the last good checkpoint is kept; "
                 "try a lower learning rate or ppo.score_clip"
             )
+        if self._in_backward:
+            assert not self._norms, "a second backward pass before the step that belongs to the first"
+            self._use_learning_rate()
         loss.backward()
 
+    def _step_in_backward(self, p: Tensor) -> None:
+        """The step of one parameter, whose gradient is complete: autograd has added all its uses up."""
+        assert isinstance(p, nn.Parameter) and p.grad is not None
+        norm = p.grad.norm()
+        if not bool(torch.isfinite(norm)):
+            self.discard()
+            raise RunFailed(
+                f"learn: a gradient norm of the {self.name} is {float(norm)}, {len(self._norms)} of its parameters have "
+                "been stepped already; the last good checkpoint is kept; try a lower learning rate or ppo.score_clip"
+            )
+        self._norms[p] = norm
+        self.states.step_one(p)
+        p.grad = None
+
+    def _use_learning_rate(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+
     def step(self) -> float:
-        """One clipped AdamW step; returns the norm before clipping. A norm that is not finite stops the run."""
+        """One clipped AdamW step; returns the norm before clipping. A norm that is not finite stops the run.
+
+        Where the backward pass has taken it already, this ends it.
+        """
+        if self._in_backward:
+            # In the order of the parameters: gradients come in another one.
+            norms = [self._norms[p] for p in self._parameters if p in self._norms]
+            self._norms.clear()
+            self._steps_done += 1
+            return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self._max_norm))
         if not math.isfinite(norm):
             self.discard()
@@ -84,9 +121,8 @@ class LocalOptimizer:
                 f"learn: the {self.name}'s gradient norm is {norm}; no step was taken, the last good checkpoint "
                 "is kept; try a lower learning rate or ppo.score_clip"
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self._optimizer.step()
+        self._use_learning_rate()
+        self.states.step()
         self._steps_done += 1
         self.discard()
         return norm
@@ -97,9 +133,9 @@ class LocalOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's own state and the number of steps done."""
-        return {"optimizer": self._optimizer.state_dict(), "steps_done": self._steps_done}
+        return {"optimizer": self.states.state_dict(), "steps_done": self._steps_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore AdamW's state, types included."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.states.load_state_dict(state["optimizer"])
         self._steps_done = state["steps_done"]

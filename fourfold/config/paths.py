@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.config.checks import DATASETS
+from fourfold.config.checks.memory import trained
 
 if TYPE_CHECKING:
     from fourfold.config.schema import DatasetSection, RunConfig
@@ -26,6 +27,9 @@ def missing_packages(config: RunConfig) -> list[str]:
     wanted = {name: f"tracking.trackers holds {name!r}" for name in config.tracking.trackers}
     if config.evaluation.judge == "vader" and config.data.prompts_test is not None:
         wanted["vaderSentiment"] = "evaluation.judge = 'vader'"
+    low_bit = [f"{name}.optimizer = {s.optimizer!r}" for name, s in trained(config).items() if s.optimizer != "adamw"]
+    if low_bit:
+        wanted["bitsandbytes"] = " and ".join(low_bit)
     hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
     if hub:
         wanted["datasets"] = f"{' and '.join(hub)}, read from the hub"

@@ -18,6 +18,7 @@ from fourfold.config.sections.models import (
     MemorySection,
     ModelSection,
     PrecisionSection,
+    ReferenceSection,
     SharingSection,
     SystemSection,
     TrunkSection,
@@ -37,6 +38,7 @@ __all__ = [
     "OptimizerSection",
     "PpoSection",
     "PrecisionSection",
+    "ReferenceSection",
     "RewardSection",
     "RunConfig",
     "SamplingSection",
@@ -68,6 +70,7 @@ class RunConfig(Section):
     system: SystemSection = Field(default_factory=SystemSection)
     data: DataSection = Field(default_factory=DataSection)
     sft: SftSection = Field(default_factory=SftSection)
+    reference: ReferenceSection = Field(default_factory=ReferenceSection)
     reward: RewardSection = Field(default_factory=RewardSection)
     critic: CriticSection = Field(default_factory=CriticSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)

@@ -82,6 +82,8 @@ def role_rows(models: FourModels) -> list[RoleRow]:
 
     The language head above a shared trunk stands in the trunk's row.
     """
+    from fourfold.memory.offload import residency_of
+
     counted = set[int]()
     parts = dict(models.shared_parameters())
     for name in ("actor", "critic", "reference", "reward"):
@@ -93,11 +95,12 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
         if unique:
-            rows.append(_role_row(name, list(unique.values())))
+            held = residency_of(getattr(models, name, None))
+            rows.append(_role_row(name, list(unique.values()), "" if held is None else held.where))
     return rows
 
 
-def _role_row(name: str, parameters: Sequence[nn.Parameter]) -> RoleRow:
+def _role_row(name: str, parameters: Sequence[nn.Parameter], where: str) -> RoleRow:
     sizes: dict[str, int] = {}
     for p in parameters:
         dtype = str(p.dtype).removeprefix("torch.")
@@ -107,7 +110,7 @@ def _role_row(name: str, parameters: Sequence[nn.Parameter]) -> RoleRow:
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtype=" + ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])),
-        device=", ".join(sorted({str(p.device) for p in parameters})),
+        device=where or ", ".join(sorted({str(p.device) for p in parameters})),
         bytes=sum(sizes.values()),
     )
 

@@ -35,6 +35,12 @@ class FourModels:
             shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
         return shared
 
+    def own_parameters(self, role: Policy | Scorer) -> list[nn.Parameter]:
+        """What no other role and no trunk holds."""
+        holders = (self.base.trunk, self.base.policy, self.actor, self.critic, self.reference, self.reward)
+        others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
+        return [p for p in role.parameters() if id(p) not in others]
+
     def frozen_checksum(self) -> str:
         """Checksum of everything that must not change: trunk, reference, reward."""
         parts = (self.base.trunk, self.reference, self.reward)

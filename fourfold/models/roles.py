@@ -20,6 +20,7 @@ from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.activations import checkpoint_modules
+from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
@@ -187,10 +188,16 @@ def copy_scorer(scorer: Scorer) -> Scorer:
 
 
 def checksum(modules: Iterable[nn.Module]) -> str:
-    """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers."""
+    """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers.
+
+    Tensors that are parked are read one at a time.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for module in modules:
-        for name, tensor in sorted(module.state_dict().items()):
+        held = residency_of(module)
+        # Without keep_vars the tensors would be other objects than those that are parked.
+        for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
+            tensor = tensor if held is None else held.read(tensor)
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

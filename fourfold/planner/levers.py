@@ -31,6 +31,13 @@ class Lever:
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
+# What a step within the backward pass needs.
+ONE_MICRO_BATCH: Mapping[str, Any] = {
+    "ppo.mini_batch_size": 4,
+    "ppo.micro_batch_size": 4,
+    "ppo.max_grad_norm": 0.0,
+    "critic.max_grad_norm": 0.0,
+}
 
 LEVERS: tuple[Lever, ...] = (
     Lever(
@@ -89,6 +96,70 @@ LEVERS: tuple[Lever, ...] = (
         costs="small products are slower",
         change="bounded",
         bound=1e-4,
+    ),
+    Lever(
+        name="park reference",
+        where="fourfold.memory.offload",
+        settings={"reference.residency": "park"},
+        saves="the reference's own weights, in every phase but score",
+        costs="reading them once a step",
+        change="exact",
+        excludes=("stream reference",),
+    ),
+    Lever(
+        name="stream reference",
+        where="fourfold.memory.offload",
+        settings={"reference.residency": "stream"},
+        saves="the reference's own weights; in score all its decoder layers but two",
+        costs="reading them once a micro-batch, while the layer before computes",
+        change="exact",
+        excludes=("park reference",),
+    ),
+    Lever(
+        name="park reward",
+        where="fourfold.memory.offload",
+        settings={"reward.residency": "park"},
+        saves="the reward model's own weights, in every phase but score",
+        costs="reading them once a step",
+        change="exact",
+        excludes=("stream reward",),
+    ),
+    Lever(
+        name="stream reward",
+        where="fourfold.memory.offload",
+        settings={"reward.residency": "stream"},
+        saves="the reward model's own weights; in score all its decoder layers but two",
+        costs="reading them once a micro-batch, while the layer before computes",
+        change="exact",
+        excludes=("park reward",),
+    ),
+    Lever(
+        name="park optimizer",
+        where="fourfold.memory.optimizers",
+        settings={"memory.optimizer_residency": "park"},
+        saves="Adam's moments but for one parameter's, always",
+        costs="reading and writing them once an optimizer step",
+        change="exact",
+    ),
+    Lever(
+        name="optimizer in backward",
+        where="fourfold.backends.local",
+        settings={"memory.optimizer_in_backward": True, **ONE_MICRO_BATCH},
+        baseline=ONE_MICRO_BATCH,
+        saves="the gradients of a role but for a few parameters' at a time",
+        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
+        change="exact",
+        excludes=("micro-batches",),
+    ),
+    Lever(
+        name="adamw_8bit",
+        where="fourfold.memory.optimizers",
+        settings={"ppo.optimizer": "adamw_8bit", "critic.optimizer": "adamw_8bit"},
+        baseline=SEPARATE,  # tensors of fewer than 4,096 numbers keep float32 moments, and tiny branches have no others
+        saves="6 of the 8 bytes of moments a parameter",
+        costs="rounded moments; on a CPU slower steps",
+        change="bounded",
+        bound=0.2,
     ),
 )
 

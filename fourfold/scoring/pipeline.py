@@ -10,6 +10,7 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
+from fourfold.memory.offload import resident
 from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
 from fourfold.scoring.sources import RewardSource
 
@@ -27,22 +28,28 @@ def score(
     kl_estimator: str,
     micro_batch_size: int,
 ) -> tuple[ScoredRollout, Tensor]:
-    """The scored rollout and, for each row, whether its score is valid (bool [batch])."""
+    """The scored rollout and, for each row, whether its score is valid (bool [batch]).
+
+    One role after the other goes through the rollout, so that those that are not kept in memory come in once, alone.
+    """
     found = _Opinions.empty(rollout)
     every = torch.arange(len(rollout.sequences), device=rollout.sequences.device)
-    for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
-        ref_log_probs, _ = reference.log_probs(inputs, part, temperature)
-        values, last_values = critic.values_and_last(inputs, part)
-        scores, valid = reward(inputs, part)
-        found.put(
-            chosen,
-            ref_log_probs=ref_log_probs,
-            kl=_kl(part, inputs, ref_log_probs, actor, reference, temperature, kl_estimator),
-            values=values,
-            last_values=last_values,
-            scores=scores,
-            valid=valid,
-        )
+
+    def of_reference(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        log_probs, _ = reference.log_probs(inputs, part, temperature)
+        kl = _kl(part, inputs, log_probs, actor, reference, temperature, kl_estimator)
+        return {"ref_log_probs": log_probs, "kl": kl}
+
+    def of_critic(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
+
+    def of_reward(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
+
+    for role, asked in ((reference, of_reference), (critic, of_critic), (reward, of_reward)):
+        with resident(role):
+            for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
+                found.put(chosen, **asked(inputs, part))
     checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
     for role, name in checked:
         if not bool(torch.isfinite(getattr(found, name)).all()):

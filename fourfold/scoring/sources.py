@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
+from fourfold.memory.offload import Residency, residency_of
 from fourfold.models.roles import Activations, Scorer
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ class ModelReward:
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
+
+    @property
+    def residency(self) -> Residency | None:
+        """How the reward model is held."""
+        return residency_of(self.scorer)
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The scorer's number at the last token of each row; one that is not finite stops the run.

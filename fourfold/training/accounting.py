@@ -14,6 +14,7 @@ from torch import Tensor
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.meter import PassCounter
+from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.planner.architectures import Architecture
@@ -59,6 +60,35 @@ class Accountant:
         self._has_reward = models.reward is not None
         matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
         self._adapter_parameters = sum(p.numel() for p in matrices)
+        roles = {"reference": models.reference, "reward": models.reward}
+        self._offloaded_seconds = 0.0
+        self._offloaded = {name: held for name, role in roles.items() if (held := residency_of(role)) is not None}
+
+    def begin(self) -> None:
+        """Forget what offloaded roles have done between two steps, in an evaluation or in pre-flight."""
+        for held in self._offloaded.values():
+            held.take()
+
+    def hide_condition(self, generate_seconds: float) -> str:
+        """Whether the passes of offloaded roles are shorter than sampling; empty where all are kept in memory."""
+        if not self._offloaded:
+            return ""
+        roles = " and ".join(f"{name} ({held.where})" for name, held in self._offloaded.items())
+        verdict = "could be" if self._offloaded_seconds < generate_seconds else "could not be"
+        return (
+            f"offload: scoring by {roles} took {self._offloaded_seconds:.1f} s, sampling {generate_seconds:.1f} s: it "
+            f"{verdict} hidden behind the next batch's sampling"
+        )
+
+    def _offload(self) -> dict[str, float]:
+        """Seconds and traffic of the roles that are not kept in memory; nothing where all are."""
+        found = {
+            f"{role}_{name}": value for role, held in self._offloaded.items() for name, value in held.take().items()
+        }
+        if found:
+            found["offloaded_pass_seconds"] = sum(found[f"{role}_pass_seconds"] for role in self._offloaded)
+            self._offloaded_seconds += found["offloaded_pass_seconds"]
+        return found
 
     def step(self, rollout: Rollout, actor: Work, critic: Work, *, full_kl: bool) -> dict[str, float]:
         """Metrics of a step whose learn phase took `actor` and `critic` forward and backward."""
@@ -86,7 +116,7 @@ class Accountant:
                 **self._again,
             )
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
-        return counter.take(whole.rows)
+        return counter.take(whole.rows) | self._offload()
 
     def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
         counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))

@@ -14,6 +14,7 @@ import torch
 
 from fourfold.config import RunConfig, check_packages, check_paths
 from fourfold.config.checks import is_given
+from fourfold.config.checks.memory import needs_cuda
 from fourfold.diagnostics.metrics import METRICS
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
@@ -44,6 +45,8 @@ def prepare(config: RunConfig) -> RunConfig:
     check_paths(config)
     check_packages(config)
     _check_best_metric(config)
+    if device_of(config).type == "cpu" and (problems := needs_cuda(config)):
+        raise ValueError("\n".join(problems))
     if config.reward.source == "function":
         import_function(config.reward.function)
     config = resolve(config)

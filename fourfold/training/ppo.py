@@ -17,6 +17,7 @@ from fourfold.diagnostics.trackers import make_trackers
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base
+from fourfold.models.residency import place
 from fourfold.models.storage import save_role
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
@@ -73,11 +74,15 @@ def build_trainer(
         stop_strings=sampling.stop_strings,
     )
     actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
+    place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.reward is not None:
+        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+    held: dict[str, Any] = {"memory": config.memory, "folder": folder}
     learner = Learner(
         models.actor,
         models.critic,
-        LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps),
-        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout),
+        LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps, **held),
+        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout, **held),
     )
     trainer = Trainer(
         config=config,
@@ -160,6 +165,9 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
     trainer.run()
+    sampled = meter.totals().get("generate")
+    if sampled is not None and (said := trainer.accountant.hide_condition(sampled.seconds)):
+        say(said)
 
 
 def describe_roles(trainer: Trainer) -> str:

@@ -96,7 +96,9 @@ def train_reward(
         for epoch in range(settings.num_epochs)
         for batch in epoch_batches(lengths, settings.batch_size, seed=config.seed, epoch=epoch)
     ]
-    optimizer = LocalOptimizer("reward model", scorer, settings, total_steps=len(batches))
+    optimizer = LocalOptimizer(
+        "reward model", scorer, settings, total_steps=len(batches), memory=config.memory, folder=folder
+    )
 
     def learn(step: int) -> float:
         rows = batches[step]

@@ -45,6 +45,8 @@ def training_row(
         row[f"{phase}_seconds"], row[f"{phase}_peak_bytes"] = measured
         seconds += measured.seconds
     row["step_seconds"] = seconds
+    if "offloaded_pass_seconds" in row:
+        row["offloaded_per_generate_ratio"] = row["offloaded_pass_seconds"] / row["generate_seconds"]
     row["tokens_per_second"] = int(scored.response_mask.sum()) / seconds
     return row
 

@@ -72,7 +72,9 @@ def train_sft(
         for epoch in range(settings.num_epochs)
         for batch in epoch_batches(lengths, settings.batch_size, seed=config.seed, epoch=epoch)
     ]
-    optimizer = LocalOptimizer("sft policy", policy, settings, total_steps=len(batches))
+    optimizer = LocalOptimizer(
+        "sft policy", policy, settings, total_steps=len(batches), memory=config.memory, folder=folder
+    )
 
     def learn(step: int) -> float:
         rows = batches[step]

@@ -108,6 +108,7 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One rollout: generate, score, estimate advantages, learn."""
         step, settings = self.progress.step, self.config.ppo
+        self.accountant.begin()
         with self.meter.phase("generate"):
             rollout, activations = self.sampler.generate(self.prompts.batch(step), policy_version=step)
         with self.meter.phase("score"):

@@ -20,9 +20,10 @@ from fourfold.config import RunConfig, dump_toml
 from fourfold.config.loading import parse_config
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.meter import PhaseMeter
-from fourfold.models.assembly import FourModels, assemble
+from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import load_base
 from fourfold.models.roles import Activations
+from fourfold.models.storage import save_role
 from fourfold.scoring.pipeline import score
 from fourfold.scoring.sources import RewardSource
 from fourfold.training.checkpoint import CheckpointStore
@@ -138,6 +139,17 @@ def by_function(name: str, **ppo: Any) -> Tree:
     }
 
 
+def by_model(tree: Mapping[str, Any], folder: Path) -> Tree:
+    """The same run, scored by a reward model: the base's own layers below a random head."""
+    config = prepare(make_config(tree))
+    base = load_base(config)
+    scorer = base.new_scorer()
+    with torch.no_grad():
+        scorer.head.linear.weight.normal_(generator=torch.Generator().manual_seed(1))
+    save_role(folder, scorer, record_for(config, "scorer"))
+    return merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(folder), "function": None}})
+
+
 REWARD_TRAINED = ("learning_rate", "batch_size", "micro_batch_size")
 
 
@@ -167,7 +179,8 @@ def make_trainer(
     """A trainer as the stage ppo makes it, over the base model, before its first step."""
     config = prepare(config)
     base = load_base(config)
-    models = assemble(config, base, None, None)
+    stored = Path(config.reward.checkpoint) if config.reward.source == "checkpoint" else None
+    models = assemble(config, base, None, stored)
     inputs = encode_inputs(config, base, read_records(config), lambda line: None)
     trainer = build_trainer(
         config,
@@ -293,4 +306,5 @@ def deterministic(path: Path) -> list[dict[str, float]]:
 
 
 def _measured(name: str) -> bool:
-    return name.endswith(("_seconds", "_peak_bytes")) or name == "tokens_per_second"
+    measured = ("tokens_per_second", "offloaded_per_generate_ratio")
+    return name.endswith(("_seconds", "_peak_bytes")) or name in measured

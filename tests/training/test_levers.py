@@ -13,7 +13,16 @@ import torch
 
 from fourfold.config import ConfigError
 from fourfold.planner.levers import LEVERS, Lever, lever
-from training.runs import by_function, give_value_head, make_config, make_trainer, merged, settings, weights_of
+from training.runs import (
+    by_function,
+    by_model,
+    give_value_head,
+    make_config,
+    make_trainer,
+    merged,
+    settings,
+    weights_of,
+)
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
 MECHANISMS = [each for each in LEVERS if each.change != "other parameters"]
@@ -31,22 +40,29 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def tree_with(folder: Path, levers: Iterable[Lever]) -> dict[str, Any]:
-    """A tiny run of one PPO step with these levers."""
-    tree = settings(folder, by_function("pays_by_hash", entropy_coef=0.01, steps=1))
-    modes = {each.settings.get("sharing.mode", "trunk") for each in levers} - {"trunk"}
-    if modes:
-        tree = merged(tree, {"trunk": None})
-    if "adapters" in modes:
-        tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
+def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> dict[str, Any]:
+    """A tiny run of one PPO step with `levers`, on the baselines that the `compared` ones need."""
+    given: dict[str, Any] = {}
+    for each in compared:
+        given |= each.baseline if each in MECHANISMS else {}
     for each in levers:
-        tree = merged(tree, nested(each.settings))
-    return tree
+        given |= each.settings
+    tree = settings(folder, by_function("pays_by_hash", entropy_coef=0.01, steps=1))
+    mode = given.get("sharing.mode", "trunk")
+    if mode != "trunk":
+        tree = merged(tree, {"trunk": None})
+    if mode == "adapters":
+        tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
+    if any("reward.residency" in each.settings for each in compared):
+        shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
+        stored = by_model(merged(tree, nested(shared)), folder / "reward")
+        tree = merged(tree, {"reward": stored["reward"] | {"function": None}})
+    return merged(tree, nested(given))
 
 
-def moved(folder: Path, levers: Iterable[Lever]) -> tuple[Weights, Weights]:
+def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> tuple[Weights, Weights]:
     """Actor and critic before and after one step, as one mapping each."""
-    trainer = make_trainer(make_config(tree_with(folder, levers)))
+    trainer = make_trainer(make_config(tree_with(folder, levers, compared)))
     give_value_head(trainer.models)
     roles = {"actor": trainer.models.actor, "critic": trainer.models.critic}
     before = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
@@ -68,7 +84,7 @@ def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) ->
 
 def check(folder: Path, without: list[Lever], having: list[Lever]) -> None:
     """`having` is `without` and mechanisms: exact ones change no bit, bounded ones no more than their bounds."""
-    base, other = moved(folder, without), moved(folder, having)
+    base, other = moved(folder, without, having), moved(folder, having, having)
     added = [each for each in having if each not in without]
     if all(each.change == "exact" for each in added):
         for a, b in zip(base, other, strict=True):
@@ -89,7 +105,7 @@ def test_a_pair_changes_what_both_declare_or_is_refused(tmp_path: Path, one: Lev
         same = one.settings.keys() & other.settings.keys()
         if not same:
             with pytest.raises(ConfigError):
-                make_config(tree_with(tmp_path, [one, other]))
+                make_config(tree_with(tmp_path, [one, other], [one, other]))
         return
     check(tmp_path, [each for each in (one, other) if each.name in SHARING], [one, other])
 

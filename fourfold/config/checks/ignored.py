@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # What training a reward model reads; nothing of it is used when the reward comes from elsewhere.
 REWARD_TRAINING = (
-    *("learning_rate", "schedule", "warmup_steps", "betas", "eps", "weight_decay", "max_grad_norm"),
+    *("optimizer", "learning_rate", "schedule", "warmup_steps", "betas", "eps", "weight_decay", "max_grad_norm"),
     *("init", "num_epochs", "batch_size", "micro_batch_size", "max_pairs", "standardise"),
 )
 
@@ -31,6 +31,8 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
+    if config.reward.source == "function":
+        because("reward.source = 'function' has no reward model", "reward", "residency")
     if config.reward.source != "checkpoint":
         because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
     if config.reward.source != "function":
@@ -41,6 +43,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         reason = f"reward.source = {config.reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)
         because(reason, "data", "pairs", "pairs_test")
+    if "ppo" not in config.stages:
+        because(f"stages = {list(config.stages)} has no ppo", "reference", *type(config.reference).model_fields)
+        because(f"stages = {list(config.stages)} has no ppo", "reward", "residency")
     if config.ppo.kl_controller == "fixed":
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:

@@ -70,6 +70,28 @@ class MemorySection(Section):
     checkpoint_every: PositiveInt = Field(
         default=1, description="Every how many of a role's decoder layers are checkpointed, the first one included."
     )
+    optimizer_residency: Literal["keep", "park"] = Field(
+        default="keep",
+        description="'park': Adam's moments lie in host memory (a run on the CPU: on disk, in the run's folder) except "
+        "those of the one parameter that is being stepped. Updates stay the same bit for bit.",
+    )
+    optimizer_in_backward: bool = Field(
+        default=False,
+        description="Step each parameter as soon as its gradient is there, and free the gradient: at most a few exist. "
+        "Needs max_grad_norm = 0 and one micro-batch an optimizer step. Updates stay the same bit for bit.",
+    )
+
+
+RESIDENCY = (
+    "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
+    "Parked weights lie in host memory (a run on the CPU: on disk, in the run's folder). Scores stay the same bit for bit."
+)
+
+
+class ReferenceSection(Section):
+    residency: Literal["keep", "park", "stream"] = Field(
+        default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
+    )
 
 
 class SystemSection(Section):

@@ -7,9 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fourfold.config.sections.base import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from fourfold.config.sections.models import RESIDENCY
 
 
 class OptimizerSection(Section):
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = Field(
+        default="adamw",
+        description="AdamW with float32 moments, with moments in 8 bits, and both in memory that pages between GPU and "
+        "host (CUDA only). All but 'adamw' are bitsandbytes'.",
+    )
     learning_rate: NonNegativeFloat = Field(default=1e-4, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Decay of the learning rate to zero over the optimizer steps of the stage."
@@ -18,7 +24,9 @@ class OptimizerSection(Section):
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="Adam's decay rates.", strict=False)
     eps: PositiveFloat = Field(default=1e-8, description="Adam's epsilon.")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="Decoupled weight decay; not on norms and biases.")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradients are clipped to this global norm.")
+    max_grad_norm: NonNegativeFloat = Field(
+        default=1.0, description="Gradients are clipped to this global norm; 0: no clip."
+    )
 
 
 class SftSection(OptimizerSection):
@@ -49,6 +57,9 @@ class RewardSection(OptimizerSection):
         default=True,
         description="Shift and scale the score so that 256 of the sft texts have mean 0 and standard deviation 1 "
         "(the numbers are saved with the model).",
+    )
+    residency: Literal["keep", "park", "stream"] = Field(
+        default="keep", description=f"Where the reward model's own weights are in ppo: {RESIDENCY}"
     )
     retries: Count = Field(default=2, description="How often a function that fails is asked again.")
     on_failure: Literal["stop", "drop"] = Field(

@@ -118,4 +118,45 @@ def _work_of(model: str) -> tuple[Metric, ...]:
     return (*passes, *tokens, *flops)
 
 
-COSTS = (*_time_and_memory(), *(metric for model in COUNTED_MODELS for metric in _work_of(model)))
+def _offload() -> tuple[Metric, ...]:
+    """Of reference and reward, where they are not kept in memory."""
+    found = []
+    for role in ("reference", "reward"):
+        key = f"`{role}.residency`"
+        found += [
+            Metric(
+                f"{role}_pass_seconds",
+                "s",
+                f"wall-clock time of the {role}'s pass in score, moving its weights included",
+                "none",
+                "near that of `keep`: reading is hidden behind computing",
+                f"set {key} = 'keep', or 'park' instead of 'stream'",
+                promised=False,
+            ),
+            Metric(
+                f"{role}_moved_bytes",
+                "bytes",
+                f"weights of the {role} that were read from host memory or disk",
+                "none",
+                "its own weights once ('park') or once a micro-batch ('stream')",
+                "raise `ppo.micro_batch_size`",
+                promised=False,
+            ),
+        ]
+    both = "reference_pass_seconds + reward_pass_seconds, of those that are not kept in memory"
+    return (
+        *found,
+        Metric("offloaded_pass_seconds", "s", both, "none", "below generate_seconds", "see the ratio", promised=False),
+        Metric(
+            "offloaded_per_generate_ratio",
+            "1",
+            "offloaded_pass_seconds",
+            "generate_seconds",
+            "below 1: the scoring could be hidden behind the next batch's sampling",
+            "keep one of the roles in memory, or raise `ppo.micro_batch_size`",
+            promised=False,
+        ),
+    )
+
+
+COSTS = (*_time_and_memory(), *_offload(), *(metric for model in COUNTED_MODELS for metric in _work_of(model)))

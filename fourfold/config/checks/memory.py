@@ -1,0 +1,72 @@
+"""Optimizers and where their states are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import OptimizerSection, RunConfig
+
+
+def trained(config: RunConfig) -> dict[str, OptimizerSection]:
+    """The sections whose optimizers this run makes."""
+    sections: dict[str, OptimizerSection] = {}
+    if "sft" in config.stages:
+        sections["sft"] = config.sft
+    if "reward" in config.stages and config.reward.source == "train":
+        sections["reward"] = config.reward
+    if "ppo" in config.stages:
+        sections |= {"ppo": config.ppo, "critic": config.critic}
+    return sections
+
+
+def needs_cuda(config: RunConfig) -> list[str]:
+    """What a run on the CPU cannot do."""
+    return [
+        f"{name}.optimizer: given {section.optimizer!r}, which pages between a CUDA GPU and the host, and this run is on "
+        f"the CPU; allowed there: 'adamw', 'adamw_8bit'; memory.optimizer_residency = 'park' keeps states on disk"
+        for name, section in trained(config).items()
+        if section.optimizer.startswith("paged")
+    ]
+
+
+def optimizer_states(config: RunConfig) -> Iterator[str]:
+    if config.system.device == "cpu":
+        yield from needs_cuda(config)
+    if config.memory.optimizer_residency == "park":
+        for name, section in trained(config).items():
+            if section.optimizer.startswith("paged"):
+                yield (
+                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = 'park': both move "
+                    "the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
+                )
+
+
+def in_backward(config: RunConfig) -> Iterator[str]:
+    """A step in the backward pass knows neither the other gradients (clipping) nor what comes after it."""
+    if not config.memory.optimizer_in_backward:
+        return
+    because = "memory.optimizer_in_backward = true steps each parameter within the backward pass"
+    for name, section in trained(config).items():
+        if section.max_grad_norm > 0:
+            yield (
+                f"{name}.max_grad_norm: {section.max_grad_norm:g} needs the norm of all gradients, but {because}; "
+                f"set {name}.max_grad_norm = 0"
+            )
+    batches = {
+        "sft": ("batch_size", config.sft.batch_size),
+        "reward": ("batch_size", config.reward.batch_size),
+        "ppo": ("mini_batch_size", config.ppo.mini_batch_size),
+    }
+    for name, (key, size) in batches.items():
+        if name in trained(config) and (micro := getattr(config, name).micro_batch_size) != size:
+            yield (
+                f"{name}.micro_batch_size: {micro} adds gradients up to {name}.{key} = {size}, but {because}; "
+                f"set {name}.micro_batch_size = {size}, or {name}.{key} = {micro}"
+            )
+    if "ppo" in config.stages and config.ppo.target_kl is not None:
+        yield (
+            f"ppo.target_kl: given {config.ppo.target_kl:g}, which drops a step after its backward pass, but {because}; "
+            "leave target_kl out"
+        )
