@@ -32,6 +32,9 @@ class Lever:
         return Side(self.name, "fourfold", "float32", ("--sharing", self.sharing, *chosen))
 
 
+PARKED = ("reference.residency=park", "reward.residency=park")
+STREAMED = ("reference.residency=stream", "reward.residency=stream")
+UNCLIPPED = ("ppo.max_grad_norm=0", "critic.max_grad_norm=0")
 BASELINE = Lever("four separate models", "", "none")
 LEVERS = (
     Lever("trunk of 26 layers", BASELINE.name, "trunk"),
@@ -46,6 +49,16 @@ LEVERS = (
         exact=True,
     ),
     Lever("checkpointing: attention", BASELINE.name, "none", ("memory.checkpointing=attention",), exact=True),
+    Lever("park reference", BASELINE.name, "none", ("reference.residency=park",), exact=True),
+    Lever("stream reference", BASELINE.name, "none", ("reference.residency=stream",), exact=True),
+    Lever("park reference and reward", BASELINE.name, "none", (*PARKED,), exact=True),
+    Lever("stream reference and reward", BASELINE.name, "none", (*STREAMED,), exact=True),
+    Lever("park optimizer", BASELINE.name, "none", ("memory.optimizer_residency=park",), exact=True),
+    Lever("no clipping", BASELINE.name, "none", UNCLIPPED),
+    Lever(
+        "optimizer in backward", "no clipping", "none", (*UNCLIPPED, "memory.optimizer_in_backward=true"), exact=True
+    ),
+    Lever("adamw_8bit", BASELINE.name, "none", ("ppo.optimizer=adamw_8bit", "critic.optimizer=adamw_8bit")),
 )
 
 

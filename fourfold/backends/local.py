@@ -92,8 +92,9 @@ class LocalOptimizer:
         if not bool(torch.isfinite(norm)):
             self.discard()
             raise RunFailed(
-                f"learn: a gradient norm of the {self.name} is {float(norm)}, {len(self._norms)} of its parameters have "
-                "been stepped already; the last good checkpoint is kept; try a lower learning rate or ppo.score_clip"
+                f"learn: a gradient norm of the {self.name} is {float(norm)}, {len(self._norms)} of its parameters "
+                "have been stepped already; the last good checkpoint is kept; try a lower learning rate or "
+                "ppo.score_clip"
             )
         self._norms[p] = norm
         self.states.step_one(p)

@@ -194,3 +194,35 @@ def test_a_default_written_down_is_given() -> None:
 
 def test_reward_training_lists_every_optimizer_setting() -> None:
     assert set(OptimizerSection.model_fields) <= set(REWARD_TRAINING) <= set(RewardSection.model_fields)
+
+
+def test_paged_optimizers_on_a_cpu_are_refused() -> None:
+    for section in ("sft", "reward", "ppo", "critic"):
+        [problem] = found("system.device=cpu", f"{section}.optimizer=paged_adamw_8bit")
+        assert problem.startswith(f"{section}.optimizer: given 'paged_adamw_8bit'") and "on the CPU" in problem
+    assert found("system.device=cuda", "ppo.optimizer=paged_adamw") == []
+    [problem] = found("system.device=cuda", "ppo.optimizer=paged_adamw", "memory.optimizer_residency=park")
+    assert "both move the states" in problem
+
+
+def test_steps_in_backward_exclude_what_needs_all_gradients() -> None:
+    """Each problem says what to set; with all of that set there is none."""
+    early = "memory.optimizer_in_backward=true"
+    free = [f"{section}.max_grad_norm=0" for section in ("sft", "reward", "ppo", "critic")]
+    problems = found(early)
+    assert [p.split(":")[0] for p in problems] == [key.split("=")[0] for key in free]
+    assert all(f"set {key.replace('=', ' = ')}" in p for p, key in zip(problems, free, strict=True))
+    assert found(early, *free) == []
+    for section, batch in (("sft", "batch_size"), ("reward", "batch_size"), ("ppo", "mini_batch_size")):
+        [problem] = found(early, *free, f"{section}.micro_batch_size=16")
+        assert f"set {section}.micro_batch_size = 32, or {section}.{batch} = 16" in problem
+    [problem] = found(early, *free, "ppo.target_kl=0.1")
+    assert "leave target_kl out" in problem
+
+
+def test_residency_of_what_is_not_there_is_ignored() -> None:
+    function = ["reward.source=function", "reward.function=a:b", "critic.init=actor", NO_PAIRS]
+    [problem] = found(*function, "reward.residency=park")
+    assert "has no reward model" in problem
+    assert all("has no ppo" in p for p in found('stages=["sft"]', "reference.residency=park"))
+    assert len(found('stages=["sft"]', "reference.residency=park")) == 1

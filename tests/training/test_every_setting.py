@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+from fourfold.backends import local
 from fourfold.config.checks import DATASETS
 from fourfold.config.describe import all_settings
 from training.observed import (
@@ -43,6 +44,8 @@ from training.observed import (
 
 TESTS = Path(__file__).parents[1]
 BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named_metric"
+OPTIMIZERS = "memory/test_optimizers.py"
+NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
 SHOWN = {
     "output": "training/test_pipeline.py::test_the_number_of_steps_is_the_number_of_rows",
@@ -51,6 +54,10 @@ SHOWN = {
     "model.cache": "models/test_loading.py::test_a_gguf_file_is_converted_once_into_the_same_model",
     "sharing.mode": "models/test_roles.py::test_separate_models_share_no_tensor",
     "system.device": "models/test_loading.py::test_a_cuda_device_that_is_absent_is_refused",
+    "memory.optimizer_residency": f"{OPTIMIZERS}::test_parked_states_are_in_memory_for_one_parameter_in_the_step_only",
+    "memory.optimizer_in_backward": f"{OPTIMIZERS}::test_steps_in_backward_are_the_same_and_gradients_go_at_once",
+    "reward.residency": "training/test_residency.py::test_roles_are_in_memory_in_their_phase_only",
+    **dict.fromkeys(("sft.optimizer", "reward.optimizer", "critic.optimizer", "ppo.optimizer"), NAMED),
     "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",
@@ -125,6 +132,7 @@ ROWS = [
     Row("adapters.dora", False, True, adapter_sizes, also=ADAPTED),
     Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
+    Row("reference.residency", "keep", "park", metric("reference_moved_bytes")),
     Row("memory.checkpointing", "none", "layers", metric("actor_learn_flops")),
     Row("memory.checkpoint_every", 1, 2, metric("actor_learn_flops"), also={"memory.checkpointing": "layers"}),
     Row("system.threads", 1, 2, threads),
@@ -242,6 +250,22 @@ def test_the_named_test_is_there_and_knows_the_setting(key: str) -> None:
     text = (TESTS / file).read_text(encoding="utf-8")
     assert name in {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
     assert key.rpartition(".")[2] in text
+
+
+@pytest.mark.parametrize("section", ["sft", "reward", "ppo", "critic"])
+def test_every_section_names_its_optimizer(scene: Scene, section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each does is shown in memory/test_optimizers.py; here, that every stage asks for what its section says."""
+    asked: list[str] = []
+    real = local.make_adamw
+
+    def asks(parameters: Any, given: Any) -> Any:
+        asked.append(given.optimizer)
+        return real(parameters, given)
+
+    monkeypatch.setattr(local, "make_adamw", asks)
+    config = scene.config("ppo" if section == "critic" else section, {f"{section}.optimizer": "adamw_8bit"})
+    scene.supervised(config) if section in ("sft", "reward") else scene.trainer(config)
+    assert asked == {"ppo": ["adamw_8bit", "adamw"], "critic": ["adamw", "adamw_8bit"]}.get(section, ["adamw_8bit"])
 
 
 def test_value_coef_scales_the_gradient_of_the_critic(scene: Scene) -> None:

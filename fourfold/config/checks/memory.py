@@ -24,8 +24,8 @@ def trained(config: RunConfig) -> dict[str, OptimizerSection]:
 def needs_cuda(config: RunConfig) -> list[str]:
     """What a run on the CPU cannot do."""
     return [
-        f"{name}.optimizer: given {section.optimizer!r}, which pages between a CUDA GPU and the host, and this run is on "
-        f"the CPU; allowed there: 'adamw', 'adamw_8bit'; memory.optimizer_residency = 'park' keeps states on disk"
+        f"{name}.optimizer: given {section.optimizer!r}, which pages between a CUDA GPU and the host, and this run is "
+        f"on the CPU; allowed there: 'adamw', 'adamw_8bit'; memory.optimizer_residency = 'park' keeps states on disk"
         for name, section in trained(config).items()
         if section.optimizer.startswith("paged")
     ]
@@ -38,8 +38,8 @@ def optimizer_states(config: RunConfig) -> Iterator[str]:
         for name, section in trained(config).items():
             if section.optimizer.startswith("paged"):
                 yield (
-                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = 'park': both move "
-                    "the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
+                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = 'park': both "
+                    "move the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
                 )
 
 
@@ -67,6 +67,6 @@ def in_backward(config: RunConfig) -> Iterator[str]:
             )
     if "ppo" in config.stages and config.ppo.target_kl is not None:
         yield (
-            f"ppo.target_kl: given {config.ppo.target_kl:g}, which drops a step after its backward pass, but {because}; "
-            "leave target_kl out"
+            f"ppo.target_kl: given {config.ppo.target_kl:g}, which drops a step after its backward pass, but "
+            f"{because}; leave target_kl out"
         )

@@ -84,7 +84,7 @@ class MemorySection(Section):
 
 RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
-    "Parked weights lie in host memory (a run on the CPU: on disk, in the run's folder). Scores stay the same bit for bit."
+    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit."
 )
 
 
