@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lever", action="append", choices=names)
     own, rest = parser.parse_known_args(arguments)
     args = parse_arguments(rest)
-    chosen = [BASELINE, *(lever for lever in LEVERS if not own.lever or lever.name in own.lever)]
+    wanted = set(own.lever or names)
+    wanted |= {lever.against for lever in LEVERS if lever.name in wanted}
+    chosen = [BASELINE, *(lever for lever in LEVERS if lever.name in wanted)]
     reports = measure(args, [lever.side() for lever in chosen])
     sides = {
         name: {"what": runs[0].what, "dtype": runs[0].dtype, "trainable_parameters": runs[0].trainable_parameters}

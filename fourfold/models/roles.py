@@ -20,7 +20,7 @@ from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.activations import checkpoint_modules
-from fourfold.memory.offload import residency_of
+from fourfold.memory.offload import Residency, residency_of
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
@@ -68,6 +68,8 @@ def micro_batches(
 class Policy(nn.Module):
     """Actor or reference: a branch and a language head."""
 
+    residency: Residency | None = None  # how a frozen role is held that is not always in memory
+
     def __init__(self, branch: Part, head: LanguageHead) -> None:
         super().__init__()
         self.branch = branch
@@ -99,6 +101,8 @@ class Policy(nn.Module):
 
 class Scorer(nn.Module):
     """Critic or reward model: a branch and a scalar head."""
+
+    residency: Residency | None = None
 
     def __init__(self, branch: Part, head: ScalarHead) -> None:
         super().__init__()

@@ -81,8 +81,11 @@ def test_roles_are_in_memory_in_their_phase_only(
 
     watch("reference", "reward", "log_probs")
     watch("reward", "reference", "scores")
+    elsewhere: list[int] = []  # bytes of both while actor and critic sample, score and learn
     for trained in (models.actor, models.critic):
-        trained.register_forward_pre_hook(lambda *_: None)
+        trained.branch.register_forward_pre_hook(
+            lambda *_: elsewhere.append(held_bytes(own["reference"] + own["reward"]))
+        )
     for _ in range(2):
         row, expected = trainer.step(), plain.step()
         for name in given:
@@ -90,6 +93,7 @@ def test_roles_are_in_memory_in_their_phase_only(
         assert {key: row[key] for key in ("score_mean", "kl_per_sequence_mean", "actor_grad_norm")} == {
             key: expected[key] for key in ("score_mean", "kl_per_sequence_mean", "actor_grad_norm")
         }
+    assert len(elsewhere) > 20 and max(elsewhere) <= sum(few.values())
     for name, mode in given.items():
         residency = getattr(models, name).residency
         assert isinstance(residency, RoleResidency) and len(seen[name]) == 2 * 4
