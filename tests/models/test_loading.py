@@ -42,7 +42,7 @@ def test_a_base_computes_what_its_folder_holds(tmp_path: Path, family: str, mode
     log_probs, _ = base.policy.log_probs(activations_of(base, rollout), rollout, 1.0)
     expected = oracle_log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "m"), rollout)
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
-    assert base.shared == (mode == "trunk")
+    assert base.shares_head == (mode == "trunk")
     assert base.policy.branch.num_layers == (2 if mode == "trunk" else 4)
     assert base.trunk is None or base.trunk.num_layers == 2
     assert not any(p.requires_grad for part in (base.policy, base.trunk) if part is not None for p in part.parameters())

@@ -374,7 +374,7 @@ def test_the_working_copy_holds_the_masters_rounded_and_leaves_them_alone(tmp_pa
     assert all(
         p.requires_grad == (mode == "none" or name.startswith("branch")) for name, p in base.policy.named_parameters()
     )
-    frozen = copy_policy(base.policy, share_head=base.shared)
+    frozen = copy_policy(base.policy, share_head=base.shares_head)
     freeze(frozen)
     twin, _ = tiny_sampler(base, frozen, max_new_tokens=3).generate(random_prompts([3, 5]), policy_version=0)
     assert torch.equal(rollout.sequences, twin.sequences)

@@ -29,9 +29,9 @@ class Scene:
     def __init__(self, path: Path, mode: str = "trunk", family: str = "llama", temperature: float = 0.8) -> None:
         self.path, self.temperature = path / "m", temperature
         self.base: Base = tiny_base(self.path, family, mode, sampling__extra_eos_token_ids=list(range(4, 36)))
-        self.actor: Policy = copy_policy(self.base.policy, share_head=self.base.shared)
+        self.actor: Policy = copy_policy(self.base.policy, share_head=self.base.shares_head)
         shake(self.actor.branch, 1)
-        self.reference = copy_policy(self.base.policy, share_head=self.base.shared)
+        self.reference = copy_policy(self.base.policy, share_head=self.base.shares_head)
         freeze(self.reference)
         self.critic, self.scorer = (shake(scorer_on(self.base.policy), seed) for seed in (2, 3))
         self.rollout, self.activations = tiny_sampler(self.base, self.actor, temperature=temperature).generate(
