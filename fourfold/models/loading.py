@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,11 +22,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fourfold.config.schema import RunConfig
+from fourfold.memory.attention import check_attention, use_attention
+from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.adapters import add_adapters
+from fourfold.models.adapters import add_adapters, is_adapter
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
+from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
 
 if TYPE_CHECKING:
@@ -49,6 +52,17 @@ class Base:
     shares_head: bool  # a shared trunk or base owns the language head
     eos_ids: frozenset[int]
     pad_id: int
+    budget: Budget = field(default_factory=Budget)
+
+    def room(self, config: RunConfig) -> Room:
+        """For the roles that are to be made from this base."""
+        adapted = config.sharing.mode == "adapters"
+        own = tensor_bytes(p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name))
+        parts = [self.policy, *([] if self.trunk is None else [self.trunk])]
+        whole = tensor_bytes(p for part in parts for p in part.parameters())
+        mine = self.policy.branch.num_layers
+        depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
+        return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size)
 
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
@@ -189,11 +203,27 @@ def end_ids(model: PreTrainedModel, tokenizer: Any, extra: tuple[int, ...]) -> f
 def load_base(config: RunConfig) -> Base:
     """Load the model of a run and cut it as `sharing.mode` says; the cut is verified."""
     device = device_of(config)
+    check_attention(config.memory.attention, device)
+    budget = Budget.of_gib(config.memory.budget_gib, device)
+    stored = _stored_bytes(config)
+    room = Room.of(config, budget, stored, stored if config.sharing.mode == "none" else 0, (1, 1), 1)
+    with room.role("base model", stored):
+        return _load_base(config, device, budget)
+
+
+def _stored_bytes(config: RunConfig) -> int:
+    """Bytes of the weights' files, where the model is a folder."""
+    folder = Path(config.model.path).expanduser()
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     dtype = DTYPES[resolve_compute(config.precision.compute, device)]
     mode = config.sharing.mode
     shared = mode != "none"
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), dtype if shared else torch.float32)
     model.requires_grad_(False)
+    use_attention(model, config.memory.attention, device)
     layout = layout_of(model)
     total = len(getattr(getattr(model, layout.body), layout.layers))
     depth = _trunk_depth(config, total)
@@ -218,6 +248,7 @@ def load_base(config: RunConfig) -> Base:
     for part in (policy.branch, trunk):
         if part is not None:
             prepare_for_decoding(part)
+            budget.watch(part.layers)
     if mode == "adapters":
         add_adapters(policy.branch, config.adapters, seed=config.seed)
     return Base(
@@ -229,6 +260,7 @@ def load_base(config: RunConfig) -> Base:
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
+        budget=budget,
     )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
-from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
+from fourfold.memory.budget import BatchSize, batch_size
+from fourfold.models.roles import Activations, Policy, Scorer, by_length, micro_batch
 from fourfold.scoring.sources import RewardSource
 
 
@@ -25,24 +26,35 @@ def score(
     reward: RewardSource,
     temperature: float,
     kl_estimator: str,
-    micro_batch_size: int,
+    micro_batch_size: int | BatchSize,
 ) -> tuple[ScoredRollout, Tensor]:
     """The scored rollout and, for each row, whether its score is valid (bool [batch])."""
     found = _Opinions.empty(rollout)
-    every = torch.arange(len(rollout.sequences), device=rollout.sequences.device)
-    for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
-        ref_log_probs, _ = reference.log_probs(inputs, part, temperature)
-        values, last_values = critic.values_and_last(inputs, part)
-        scores, valid = reward(inputs, part)
+    size = batch_size(micro_batch_size, "score", "reference")
+    order = by_length(rollout, torch.arange(len(rollout.sequences), device=rollout.sequences.device))
+
+    def opinions(piece: slice) -> None:
+        chosen = order[piece]
+        part, inputs = micro_batch(rollout, activations, chosen)
+        with size.working("reference"):
+            ref_log_probs, _ = reference.log_probs(inputs, part, temperature)
+        with size.working("actor" if kl_estimator == "full" else "reference"):
+            kl = _kl(part, inputs, ref_log_probs, actor, reference, temperature, kl_estimator)
+        with size.working("critic"):
+            values, last_values = critic.values_and_last(inputs, part)
+        with size.working("reward"):  # last: what ran out of memory before is done again without asking it twice
+            scores, valid = reward(inputs, part)
         found.put(
             chosen,
             ref_log_probs=ref_log_probs,
-            kl=_kl(part, inputs, ref_log_probs, actor, reference, temperature, kl_estimator),
+            kl=kl,
             values=values,
             last_values=last_values,
             scores=scores,
             valid=valid,
         )
+
+    size.through(len(order), opinions)
     checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
     for role, name in checked:
         if not bool(torch.isfinite(getattr(found, name)).all()):
@@ -53,8 +65,8 @@ def score(
             f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; the "
             "last good checkpoint is kept"
         )
-    opinions = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
-    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **opinions), found.valid
+    scored = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
+    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **scored), found.valid
 
 
 @dataclass(frozen=True)

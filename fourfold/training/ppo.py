@@ -14,18 +14,22 @@ from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
 from fourfold.diagnostics.trackers import make_trackers
+from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base
+from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import save_role
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
+from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Inputs
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import Texts
+from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
 from fourfold.training.update import Learner
 
@@ -73,18 +77,30 @@ def build_trainer(
         stop_strings=sampling.stop_strings,
     )
     actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
-    learner = Learner(
-        models.actor,
-        models.critic,
-        LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps),
-        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout),
+    room = models.base.room(config)
+    with room.role("actor's optimizer", _moments(models.actor)):
+        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps)
+    with room.role("critic's optimizer", _moments(models.critic)):
+        critic = LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout)
+    learner = Learner(models.actor, models.critic, actor, critic)
+    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
+    census = Census(
+        config,
+        models.base,
+        {"actor": models.actor, "critic": models.critic},
+        (actor, critic),
+        lambda: {row.model: row.bytes for row in role_rows(models)},
     )
+    sizes.describe_with(census.describe)
+    sizes.measure_with(meter.role)
     trainer = Trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings),
+        sampler=LocalSampler(models.base, models.actor, settings, sizes),
         learner=learner,
+        sizes=sizes,
+        census=census,
         prompts=PromptStream(
             prompts, seed=config.seed, rows=ppo.rollout_batch_size, responses_per_prompt=sampling.responses_per_prompt
         ),
@@ -106,6 +122,11 @@ def build_trainer(
     return trainer
 
 
+def _moments(role: Policy | Scorer) -> int:
+    """Bytes of AdamW's two moments of what is trained."""
+    return 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad)
+
+
 def train_ppo(
     config: RunConfig,
     base: Base,
@@ -121,7 +142,7 @@ def train_ppo(
     with meter.phase("load"):
         models = assemble(config, base, stores.sft, stores.reward)
     reward = reward_source(config, models)
-    stage = folder.stage("ppo")
+    stage, timeline = folder.stage("ppo"), list[Timeline]()
     with stage_progress("ppo", config.ppo.steps, unit="steps") as progress:
         trainer = build_trainer(
             config,
@@ -134,10 +155,13 @@ def train_ppo(
             (
                 lambda _, row: progress.advance(1, note=_note(row)),
                 lambda _, row: _note_spent(folder, meter, started),
+                lambda step, _: timeline[0].note(step, meter.take_spans()),
                 *callbacks,
             ),
         )
         progress.advance(trainer.progress.step)
+        resident = {row.model: row.bytes for row in role_rows(models)}
+        timeline.append(Timeline(stage, step=trainer.progress.step, resident=resident))
         try:
             _check_and_run(trainer, folder, meter, say)
         finally:
@@ -159,6 +183,7 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
+    meter.take_spans()
     trainer.run()
 
 

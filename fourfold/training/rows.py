@@ -12,6 +12,11 @@ from fourfold.memory.meter import PhaseUsage
 from fourfold.training.state import Progress
 
 TIMED_PHASES = ("generate", "score", "learn", "save")
+# The roles that work in a phase, besides the actor in score (for the full KL only).
+PHASE_ROLES = (
+    *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
+    *(("learn", "critic"), ("learn", "actor")),
+)
 
 
 def training_row(
@@ -44,6 +49,9 @@ def training_row(
         measured = usage.get(phase, PhaseUsage(0.0, 0))
         row[f"{phase}_seconds"], row[f"{phase}_peak_bytes"] = measured
         seconds += measured.seconds
+    for phase, role in PHASE_ROLES:
+        if f"{phase}/{role}" in usage:
+            row[f"{role}_{phase}_peak_bytes"] = usage[f"{phase}/{role}"].peak_bytes
     row["step_seconds"] = seconds
     row["tokens_per_second"] = int(scored.response_mask.sum()) / seconds
     return row

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
+from fourfold.config.checks.memory import memory
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 
 if TYPE_CHECKING:
@@ -25,5 +26,6 @@ def problems(config: RunConfig) -> list[str]:
         *ppo(config),
         *warm_ups(config),
         *lengths(config),
+        *memory(config),
         *ignored(config),
     ]
