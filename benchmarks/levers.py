@@ -46,6 +46,7 @@ LEVERS = (
         exact=True,
     ),
     Lever("checkpointing: attention", BASELINE.name, "none", ("memory.checkpointing=attention",), exact=True),
+    Lever("activation offload to a file", BASELINE.name, "none", ("memory.activation_offload=true",), exact=True),
 )
 
 

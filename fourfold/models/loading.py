@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -31,6 +32,7 @@ from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
+from fourfold.planner.architectures import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -205,16 +207,25 @@ def load_base(config: RunConfig) -> Base:
     device = device_of(config)
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)
-    stored = _stored_bytes(config)
-    room = Room.of(config, budget, stored, stored if config.sharing.mode == "none" else 0, (1, 1), 1)
-    with room.role("base model", stored):
+    room = _room_of_folder(config, budget)
+    with room.role("base model", sum(room.planned.weights.get(name, 0) for name in ("trunk", "base", "actor"))):
         return _load_base(config, device, budget)
 
 
-def _stored_bytes(config: RunConfig) -> int:
-    """Bytes of the weights' files, where the model is a folder."""
-    folder = Path(config.model.path).expanduser()
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
+    """What a run of the model in a folder is to hold, by its config.json; all 0 where there is no such file to read."""
+    file = Path(config.model.path).expanduser() / "config.json"
+    shape = None
+    with contextlib.suppress(ValueError, KeyError, OSError):
+        shape = Architecture.from_config(json.loads(file.read_text(encoding="utf-8")))
+    if shape is None:
+        return Room.of(config, budget, 0, 0, (1, 1), 1)
+    mode, layers, total = config.sharing.mode, shape.layers, shape.parameters()
+    mine = {"none": layers, "trunk": min(config.trunk.branch_layers, layers), "adapters": 0}[mode]
+    width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
+    own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
+    whole = own + (total - mine * shape.layer_parameters) * width if mine < layers else own
+    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden)
 
 
 def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:

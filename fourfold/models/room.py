@@ -49,7 +49,6 @@ class Room:
         loaded = replace(self.planned, weights=self.loaded, gradients=0, states=0).describe()
         proposed = "; ".join(map(str, advice("load", self.planned, self.config)[:3]))
         needed = sum(self.planned.weights.values()) + self.planned.gradients + self.planned.states
-        return (
-            f"{shortage}. Loaded so far: {loaded}; weights, gradients and optimizer states of the run need about "
-            f"{mib(needed)}. Would help most: {proposed or 'more memory, or a smaller model in model.path'}"
-        )
+        need = f"; weights, gradients and optimizer states of the run need about {mib(needed)}" if needed else ""
+        helps = proposed or "more memory, or a smaller model in model.path"
+        return f"{shortage}. Loaded so far: {loaded}{need}. Would help most: {helps}"

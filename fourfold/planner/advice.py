@@ -78,7 +78,7 @@ def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
     found = [*_sharing(held, config), *_precision(held, config)]
     if phase != "load":
         found += _shorter(held, config)
-    if phase == "learn":
+    if phase in ("learn", "sft", "reward"):
         found += _activations(held, config)
     return sorted((each for each in found if each.saves > 0), key=lambda each: -each.saves)
 

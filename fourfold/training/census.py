@@ -37,7 +37,8 @@ class Census:
     cached: Callable[[], int] | None = None  # activations of the trunk; else `cached_bytes` says
 
     def __post_init__(self) -> None:
-        give_back()
+        if self.budget.bytes:
+            give_back()
         self.cached_bytes = 0
         self._process = 0
         if self.budget.device.type != "cuda":
@@ -100,6 +101,6 @@ def stage_census(
         own = tensor_bytes(role.parameters())
         shared = [base.policy, *([] if base.trunk is None else [base.trunk])]
         both = tensor_bytes(p for module in (role, *shared) for p in module.parameters())
-        return {name: own, "base model": both - own}
+        return {name: own, "base" if base.trunk is None else "trunk": both - own}
 
     return Census(config, base, {name: role}, (optimizer,), weights, cached)

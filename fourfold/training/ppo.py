@@ -76,19 +76,13 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
-    room = models.base.room(config)
-    with room.role("actor's optimizer", _moments(models.actor)):
-        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps)
-    with room.role("critic's optimizer", _moments(models.critic)):
-        critic = LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout)
-    learner = Learner(models.actor, models.critic, actor, critic)
+    learner = _learner(config, models)
     sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
     census = Census(
         config,
         models.base,
         {"actor": models.actor, "critic": models.critic},
-        (actor, critic),
+        (learner.actor_optimizer, learner.critic_optimizer),
         lambda: {row.model: row.bytes for row in role_rows(models)},
     )
     sizes.describe_with(census.describe)
@@ -120,6 +114,18 @@ def build_trainer(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )
     return trainer
+
+
+def _learner(config: RunConfig, models: FourModels) -> Learner:
+    """The trained roles with their optimizers, whose states are made at once."""
+    ppo = config.ppo
+    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
+    room = models.base.room(config)
+    with room.role("actor's optimizer", _moments(models.actor)):
+        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps)
+    with room.role("critic's optimizer", _moments(models.critic)):
+        critic = LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout)
+    return Learner(models.actor, models.critic, actor, critic)
 
 
 def _moments(role: Policy | Scorer) -> int:

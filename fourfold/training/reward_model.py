@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fourfold.backends.base import RoleOptimizer
 from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
@@ -108,20 +109,12 @@ def train_reward(
     size.describe = census.describe
 
     def learn(step: int) -> float:
-        rows = batches[step]
-
-        def passes(at_once: int) -> float:
-            total = 0.0
-            for start in range(0, len(rows), at_once):
-                micro = [pairs[row] for row in rows[start : start + at_once]]
-                loss = bradley_terry_sum(pair_margins(scorer, cache, micro))
-                optimizer.backward(loss / len(rows))
-                total += float(loss.detach())
-            return total
-
-        total = size.fitting(passes, len(rows), optimizer.discard)
+        batch = [pairs[row] for row in batches[step]]
+        total = size.fitting(
+            lambda at_once: _passes(scorer, cache, batch, optimizer, at_once), len(batch), optimizer.discard
+        )
         optimizer.step()
-        return total / len(rows)
+        return total / len(batch)
 
     every = config.checkpoint.stage_every
     stage = Stage("reward", folder, scorer, record, optimizer, len(batches), learn, every, size)
@@ -136,6 +129,16 @@ def train_reward(
         metrics["test_pairs"] = len(test)
     save_role(folder / "model", scorer, record)
     return metrics
+
+
+def _passes(scorer: Scorer, cache: TextCache, batch: Sequence[Pair], optimizer: RoleOptimizer, at_once: int) -> float:
+    """The gradients of a batch, some pairs at a time; returns the sum of the losses."""
+    total = 0.0
+    for start in range(0, len(batch), at_once):
+        loss = bradley_terry_sum(pair_margins(scorer, cache, batch[start : start + at_once]))
+        optimizer.backward(loss / len(batch))
+        total += float(loss.detach())
+    return total
 
 
 def _initial_scorer(config: RunConfig, base: Base, sft: Path | None) -> Scorer:

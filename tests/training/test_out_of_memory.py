@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fourfold.errors import RunFailed
 from fourfold.memory.budget import Budget, OverBudget, give_back, ran_out
 from fourfold.models.assembly import assemble
 from fourfold.models.loading import load_base
-from fourfold.training import supervised, update
+from fourfold.training import reward_model, supervised, update
 from fourfold.training.pipeline import prepare
 from fourfold.training.trainer import Trainer
 from training.observed import Scene
@@ -43,13 +44,15 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 LARGE = 2  # passes over more rows than this run out of memory
 
 
-def trainer_for(folder: Path, changes: dict[str, Any] | None = None, **ppo: Any) -> Trainer:
-    """Whole mini-batches of 4 as one micro-batch; values differ."""
-    sizes = {"steps": 2, "mini_batch_size": 4, "micro_batch_size": 4}
-    tree = merged(by_function("pays_by_hash", entropy_coef=0.01, **(sizes | ppo)), changes or {})
-    trainer = make_trainer(make_config(settings(folder, tree)))
-    give_value_head(trainer.models)
-    return trainer
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(tmp_path_factory.mktemp("scene"))
+
+
+def trainer_for(scene: Scene, **changes: Any) -> Trainer:
+    """Two mini-batches of 4 rows an epoch, each in one micro-batch; the critic's head is not zero."""
+    ppo = {"rollout_batch_size": 8, "mini_batch_size": 4, "micro_batch_size": 4, "num_epochs": 2, "entropy_coef": 0.01}
+    return scene.trainer(scene.config("ppo", {f"ppo.{key}": value for key, value in (ppo | changes).items()}))
 
 
 def break_passes(module: nn.Module, error: Callable[[], Exception], *, first: int, backward: bool, grad: bool) -> None:
@@ -80,15 +83,20 @@ def settings_named(text: str) -> set[str]:
     return set(re.findall(r"\b((?:sharing|trunk|adapters|precision|memory|sampling|ppo|model)\.[a-z_]+)\b", text))
 
 
-@pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize(
-    ("role", "backward", "mini"), [("critic", False, 0), ("critic", True, 3), ("actor", True, 0), ("actor", False, 2)]
+    ("kind", "role", "backward", "mini"),
+    [
+        ("budget", "critic", False, 0),
+        ("cuda", "critic", True, 3),
+        ("cpu", "actor", True, 0),
+        ("python", "actor", False, 2),
+    ],
 )
 def test_a_mini_batch_is_done_again_and_the_update_is_that_of_the_smaller_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, role: str,
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, role: str,
     backward: bool, mini: int,
 ) -> None:  # fmt: skip
-    broken = trainer_for(tmp_path)
+    broken = trainer_for(scene)
     break_passes(getattr(broken.models, role).branch, ERRORS[kind], first=mini, backward=backward, grad=True)
     with caplog.at_level(logging.WARNING):
         row = broken.step()
@@ -100,7 +108,7 @@ def test_a_mini_batch_is_done_again_and_the_update_is_that_of_the_smaller_size(
     assert all(word in message for word in ("trunk ", "optimizer states ", "Would help most", "done again with 2"))
     assert settings_named(message) <= all_settings().keys()
 
-    smaller = trainer_for(tmp_path)
+    smaller = trainer_for(scene)
     name, count = f"_{role}_step", 0
     plain = getattr(update, name)
 
@@ -122,8 +130,8 @@ def test_a_mini_batch_is_done_again_and_the_update_is_that_of_the_smaller_size(
     assert all(p.grad is None for p in broken.models.actor.parameters())
 
 
-def test_at_one_row_the_run_stops_and_says_what_is_resident_and_what_would_help(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, merged(SEPARATE, {}), micro_batch_size=1, mini_batch_size=4)
+def test_at_one_row_the_run_stops_and_says_what_is_resident_and_what_would_help(scene: Scene) -> None:
+    trainer = trainer_for(scene, micro_batch_size=1)
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -135,7 +143,7 @@ def test_at_one_row_the_run_stops_and_says_what_is_resident_and_what_would_help(
         trainer.step()
     text = str(caught.value)
     assert "learn: memory ran out in the actor's pass over 1 row (MemoryError)" in text
-    for what in ("actor ", "critic ", "reference ", "optimizer states ", "sharing.mode = ", "last good checkpoint"):
+    for what in ("trunk ", "actor ", "critic ", "optimizer states ", "trunk.branch_layers = 1", "last good checkpoint"):
         assert what in text
     assert settings_named(text) and settings_named(text) <= all_settings().keys()
     after = weights_of(trainer.models.actor)
@@ -143,9 +151,9 @@ def test_at_one_row_the_run_stops_and_says_what_is_resident_and_what_would_help(
     assert all(p.grad is None for p in trainer.models.actor.parameters())
 
 
-def test_another_runtime_error_is_no_shortage(tmp_path: Path) -> None:
+def test_another_runtime_error_is_no_shortage(scene: Scene) -> None:
     assert not ran_out(RuntimeError("shapes cannot be multiplied"))
-    trainer = trainer_for(tmp_path)
+    trainer = trainer_for(scene)
     error = lambda: RuntimeError("shapes cannot be multiplied")  # noqa: E731
     break_passes(trainer.models.critic.branch, error, first=0, backward=False, grad=True)
     with pytest.raises(RuntimeError, match="shapes"):
@@ -154,9 +162,9 @@ def test_another_runtime_error_is_no_shortage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["reference", "critic", "actor"])
-def test_score_takes_fewer_rows_and_asks_the_reward_once_a_row(tmp_path: Path, role: str) -> None:
+def test_score_takes_fewer_rows_and_asks_the_reward_once_a_row(scene: Scene, role: str) -> None:
     ppo: dict[str, Any] = {"kl_estimator": "full"} if role == "actor" else {}
-    trainer, smaller = trainer_for(tmp_path, **ppo), trainer_for(tmp_path, **ppo)
+    trainer, smaller = trainer_for(scene, **ppo), trainer_for(scene, **ppo)
     smaller.sizes.score.size = LARGE
     rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
     expected, _ = smaller._score(rollout, activations)
@@ -171,12 +179,10 @@ def test_score_takes_fewer_rows_and_asks_the_reward_once_a_row(tmp_path: Path, r
         assert torch.equal(getattr(scored, name), getattr(expected, name)), name
 
 
-def test_generate_takes_fewer_rows_and_draws_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    broken, plain, smaller = trainer_for(tmp_path), trainer_for(tmp_path), trainer_for(tmp_path)
+def test_generate_takes_fewer_rows_and_draws_the_same(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    broken, plain, smaller = trainer_for(scene), trainer_for(scene), trainer_for(scene)
     smaller.sizes.generate.size = LARGE
-    trunk = broken.models.base.trunk
-    assert trunk is not None
-    break_passes(trunk, MemoryError, first=3, backward=False, grad=False)
+    break_passes(broken.models.actor.branch, MemoryError, first=3, backward=False, grad=False)
     found, activations = broken.sampler.generate(broken.prompts.batch(0), policy_version=0)
     whole, _ = plain.sampler.generate(plain.prompts.batch(0), policy_version=0)
     exact, cached = smaller.sampler.generate(smaller.prompts.batch(0), policy_version=0)
@@ -189,12 +195,9 @@ def test_generate_takes_fewer_rows_and_draws_the_same(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_the_supervised_stages_do_their_batch_again(
-    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scene: Scene, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene, fresh = Scene(tmp_path), Scene(tmp_path)
-    smaller = fresh.supervised(scene.config(stage, {f"{stage}.micro_batch_size": 2}))
-    from fourfold.training import reward_model
-
+    smaller = scene.supervised(scene.config(stage, {f"{stage}.micro_batch_size": 2}))
     module, name = (supervised, "nll_sum") if stage == "sft" else (reward_model, "pair_margins")
     plain = getattr(module, name)
     broken: list[int] = []
@@ -215,12 +218,13 @@ def test_the_supervised_stages_do_their_batch_again(
 
 
 def test_the_reduced_size_is_saved_and_taken_up(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path)
-    trainer.resume()
+    changes = by_function("pays_by_hash", mini_batch_size=4, micro_batch_size=4)
+    config = make_config(settings(tmp_path, changes))
+    trainer = make_trainer(config)
     break_passes(trainer.models.actor.branch, MemoryError, first=0, backward=False, grad=True)
     trainer.step()
     trainer.save(is_best=False)
-    again = trainer_for(tmp_path)
+    again = make_trainer(config)
     assert again.progress.step == 1
     assert again.sizes.state() == trainer.sizes.state() == {
         "generate": 0, "log_probs": 4, "score": 4, "actor": LARGE, "critic": 4,
@@ -232,7 +236,9 @@ def test_a_real_budget_gib_halves_and_the_update_is_bit_equal(tmp_path: Path, ca
     """Nothing is injected: resident memory passes the budget between layers, forward or backward."""
     wide = {"sampling": {"max_new_tokens": 80, "extra_eos_token_ids": []}, "memory": {"budget_gib": 64.0}}
     sizes = {"rollout_batch_size": 32, "mini_batch_size": 32, "micro_batch_size": 32, "num_epochs": 1}
-    trainer = trainer_for(tmp_path, merged(SEPARATE, wide), **sizes)
+    config = make_config(settings(tmp_path, merged(merged(by_function("pays_by_hash", **sizes), SEPARATE), wide)))
+    trainer = make_trainer(config)
+    give_value_head(trainer.models)
     experience, activations = make_experience(trainer)
     give_back()
     budget = trainer.models.base.budget
@@ -245,7 +251,8 @@ def test_a_real_budget_gib_halves_and_the_update_is_bit_equal(tmp_path: Path, ca
     halved = trainer.sizes.state()
     budget.bytes = 0
 
-    smaller = trainer_for(tmp_path, merged(SEPARATE, wide), **sizes)
+    smaller = make_trainer(config)
+    give_value_head(smaller.models)
     smaller.sizes.restore(halved)
     update.update(smaller.learner, experience, activations, ppo, sizes=smaller.sizes, **arguments)
     for role in ("actor", "critic"):
@@ -281,14 +288,12 @@ def test_the_role_that_does_not_fit_is_named_with_bytes_and_options(
     assert ("sharing.mode" in named) == (sharing == "none")
 
 
-def test_what_filled_the_memory_is_gone_before_the_second_try(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path)
+def test_what_filled_the_memory_is_gone_before_the_second_try(scene: Scene) -> None:
+    trainer = trainer_for(scene)
     graphs: list[Any] = []
 
     class Token:
         """Dies with the graph whose hook holds it."""
-
-    import weakref
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if torch.is_grad_enabled():
