@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -46,7 +47,7 @@ class _Mover:
         tensors = (*module.parameters(), *module.buffers())
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, Fetch]] = {}
-        self._file: Any = None
+        self._file: _File | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Moved:
         """What autograd holds instead of the tensor."""
@@ -71,8 +72,17 @@ class _Mover:
         if storage.device.type == "cuda":
             return _to_host(content)
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="fourfold-activations-", buffering=0)  # noqa: SIM115 - fetches hold it
+            self._file = _File()
         return _to_file(content, self._file)
+
+
+class _File:
+    """A file without a name, which is gone when nothing reads from it any more."""
+
+    def __init__(self) -> None:
+        self.descriptor, name = tempfile.mkstemp(prefix="fourfold-activations-")
+        os.unlink(name)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 def _to_host(content: Tensor) -> Fetch:
@@ -82,16 +92,16 @@ def _to_host(content: Tensor) -> Fetch:
     return lambda: host.to(device, non_blocking=True).untyped_storage()
 
 
-def _to_file(content: Tensor, file: Any) -> Fetch:
+def _to_file(content: Tensor, file: _File) -> Fetch:
     grain, size = mmap.ALLOCATIONGRANULARITY, content.numel()
-    start = -(-os.fstat(file.fileno()).st_size // grain) * grain
+    start = -(-os.fstat(file.descriptor).st_size // grain) * grain
     left = memoryview(content.numpy())
     while len(left):  # one call writes 2 GiB at most
-        left = left[os.pwrite(file.fileno(), left, start + size - len(left)) :]
+        left = left[os.pwrite(file.descriptor, left, start + size - len(left)) :]
 
     def fetch() -> torch.UntypedStorage:
         # A private mapping: what is written to it stays in memory. The tensor holds it.
-        pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+        pages = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_COPY, offset=start)
         return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
 
     return fetch

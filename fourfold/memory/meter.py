@@ -25,6 +25,11 @@ _SAMPLE_SECONDS = 0.01
 COUNTED_MODELS = ("trunk", "actor", "critic", "reference", "reward")
 COUNTED_PHASES = ("generate", "score", "learn")
 DIRECTIONS = ("forward", "backward")
+# The roles that work in a phase; besides them the actor in score, for the full KL only.
+WORKING = (
+    *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
+    *(("learn", "critic"), ("learn", "actor")),
+)
 Direction = Literal["forward", "backward"]
 
 

@@ -8,15 +8,10 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.algorithms.statistics import explained_variance, moments, spearman
 from fourfold.batch import Experience, ScoredRollout
-from fourfold.memory.meter import PhaseUsage
+from fourfold.memory.meter import WORKING, PhaseUsage
 from fourfold.training.state import Progress
 
 TIMED_PHASES = ("generate", "score", "learn", "save")
-# The roles that work in a phase, besides the actor in score (for the full KL only).
-PHASE_ROLES = (
-    *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
-    *(("learn", "critic"), ("learn", "actor")),
-)
 
 
 def training_row(
@@ -49,7 +44,7 @@ def training_row(
         measured = usage.get(phase, PhaseUsage(0.0, 0))
         row[f"{phase}_seconds"], row[f"{phase}_peak_bytes"] = measured
         seconds += measured.seconds
-    for phase, role in PHASE_ROLES:
+    for phase, role in WORKING:
         if f"{phase}/{role}" in usage:
             row[f"{role}_{phase}_peak_bytes"] = usage[f"{phase}/{role}"].peak_bytes
     row["step_seconds"] = seconds

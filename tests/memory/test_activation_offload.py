@@ -97,21 +97,16 @@ def test_small_tensors_and_weights_stay() -> None:
 
 
 def test_the_file_is_gone_with_the_graph() -> None:
-    def open_files() -> int:
-        links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-        return sum("fourfold-activations" in os.readlink(link) for link in links if link.is_symlink())
-
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("this system does not list a process's open files")
     part = cut(tiny_model("llama"), 0, 4, compute_dtype=torch.float32)
     offload_activations(part)
-    # O_TMPFILE files show the folder's name and "(deleted)": count all of them.
     before = len(os.listdir("/proc/self/fd"))
     out = part(IDS, MASK)
     assert len(os.listdir("/proc/self/fd")) == before + 1
     out.sum().backward()
     del out
-    assert len(os.listdir("/proc/self/fd")) == before and open_files() == 0
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("sharing", ["trunk", "none"])

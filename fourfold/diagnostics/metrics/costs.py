@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.diagnostics.metrics.metric import Metric
-from fourfold.memory.meter import COUNTED_MODELS, COUNTED_PHASES, DIRECTIONS
+from fourfold.memory.meter import COUNTED_MODELS, COUNTED_PHASES, DIRECTIONS, WORKING
 
 _TIMED = {
     "generate": "sampling the rollout",
@@ -23,10 +23,6 @@ _LARGE = {
     "learn": "lower `ppo.micro_batch_size` or `trunk.branch_layers`; set `sharing.mode` = 'trunk'",
     "save": "none needed while below the peak of learn",
 }
-_WORKING = (
-    *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
-    *(("learn", "critic"), ("learn", "actor")),
-)
 _HALVED = "memory ran out and it was halved: the log says where and which setting would help"
 _ROWS_AT_ONCE = (
     Metric(
@@ -95,7 +91,7 @@ def _time_and_memory() -> tuple[Metric, ...]:
             f"too large: as for {phase}_peak_bytes",
             promised=False,
         )
-        for phase, role in _WORKING
+        for phase, role in WORKING
     ]
     return (
         *seconds,
