@@ -90,4 +90,4 @@ def test_live_tensors_are_counted_to_the_byte() -> None:
         (weight * 2).sum().backward()
         assert weight.grad is not None
         assert live.bytes == start + 800, "a weight and its gradient"
-    assert live.peak_bytes == pytest.approx(start + 1200, abs=100)
+    assert live.peak_bytes == pytest.approx(start + 808, abs=50), "the product goes before its gradient comes"
