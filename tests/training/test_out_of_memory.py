@@ -182,7 +182,7 @@ def test_score_takes_fewer_rows_and_asks_the_reward_once_a_row(scene: Scene, rol
 def test_generate_takes_fewer_rows_and_draws_the_same(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     broken, plain, smaller = trainer_for(scene), trainer_for(scene), trainer_for(scene)
     smaller.sizes.generate.size = LARGE
-    break_passes(broken.models.actor.branch, MemoryError, first=3, backward=False, grad=False)
+    break_passes(broken.models.actor.branch, MemoryError, first=1, backward=False, grad=False)
     found, activations = broken.sampler.generate(broken.prompts.batch(0), policy_version=0)
     whole, _ = plain.sampler.generate(plain.prompts.batch(0), policy_version=0)
     exact, cached = smaller.sampler.generate(smaller.prompts.batch(0), policy_version=0)
