@@ -59,6 +59,7 @@ LEVERS = (
         "optimizer in backward", "no clipping", "none", (*UNCLIPPED, "memory.optimizer_in_backward=true"), exact=True
     ),
     Lever("adamw_8bit", BASELINE.name, "none", ("ppo.optimizer=adamw_8bit", "critic.optimizer=adamw_8bit")),
+    Lever("activation offload to a file", BASELINE.name, "none", ("memory.activation_offload=true",), exact=True),
 )
 
 

@@ -29,6 +29,10 @@ class RoleOptimizer(Protocol):
         """The learning rate of the next step."""
         ...
 
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's states that are in memory now."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""
         ...

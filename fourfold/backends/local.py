@@ -90,7 +90,7 @@ class LocalOptimizer:
         assert isinstance(p, nn.Parameter) and p.grad is not None
         norm = p.grad.norm()
         if not bool(torch.isfinite(norm)):
-            self.discard()
+            self._optimizer.zero_grad(set_to_none=True)
             raise RunFailed(
                 f"learn: a gradient norm of the {self.name} is {float(norm)}, {len(self._norms)} of its parameters "
                 "have been stepped already; the last good checkpoint is kept; try a lower learning rate or "
@@ -129,8 +129,20 @@ class LocalOptimizer:
         return norm
 
     def discard(self) -> None:
-        """Free the gradients, so that the next role's have the room."""
+        """Free the gradients, so that the next role's have the room.
+
+        Steps that a broken backward pass has taken already cannot be taken back: the run stops.
+        """
+        if self._norms:
+            raise RunFailed(
+                f"learn: a backward pass of the {self.name} was broken off after {len(self._norms)} of its parameters "
+                "had been stepped; the last good checkpoint is kept; set memory.optimizer_in_backward = false"
+            )
         self._optimizer.zero_grad(set_to_none=True)
+
+    def state_bytes(self) -> int:
+        """Bytes of the states that are in memory now; parked ones are not."""
+        return self.states.resident_bytes()
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's own state and the number of steps done."""

@@ -1,4 +1,4 @@
-"""Seconds and peak memory by phase, and the passes and FLOPs of each model."""
+"""Seconds and peak memory by phase and role, their timeline, and the passes and FLOPs of each model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from fourfold.memory.tensors import LiveTensors
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _SAMPLE_SECONDS = 0.01
@@ -23,6 +25,11 @@ _SAMPLE_SECONDS = 0.01
 COUNTED_MODELS = ("trunk", "actor", "critic", "reference", "reward")
 COUNTED_PHASES = ("generate", "score", "learn")
 DIRECTIONS = ("forward", "backward")
+# The roles that work in a phase; besides them the actor in score, for the full KL only.
+WORKING = (
+    *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
+    *(("learn", "critic"), ("learn", "actor")),
+)
 Direction = Literal["forward", "backward"]
 
 
@@ -31,6 +38,17 @@ class PhaseUsage(NamedTuple):
 
     seconds: float
     peak_bytes: int
+
+
+class Span(NamedTuple):
+    """A stretch of the timeline: a phase (role ""), or all the work of a role in it."""
+
+    phase: str
+    role: str
+    start: float  # Unix time
+    seconds: float
+    peak_bytes: int
+    tensor_peak_bytes: int | None  # of live tensors, where they are counted
 
 
 class PeakSource(Protocol):
@@ -208,19 +226,24 @@ def peak_source(device: torch.device) -> PeakSource:
 @dataclass
 class _OpenPhase:
     name: str
+    role: str
     started: float
+    clock: float
     peak_bytes: int = 0
+    tensor_peak_bytes: int = 0
 
 
 class PhaseMeter:
     """Adds up seconds and peak bytes of named phases (`load`, `generate`, `score`, `learn`, `save`, a stage's name).
 
     Phases nest: the time and the peak of an inner phase belong to the outer one too. Bytes are the process's resident
-    memory on CPU, torch's allocations on CUDA.
+    memory on CPU, torch's allocations on CUDA. Within a phase the roles at work are measured one by one.
     """
 
-    def __init__(self, device: torch.device, *, source: PeakSource | None = None) -> None:
+    def __init__(self, device: torch.device, *, source: PeakSource | None = None, count_tensors: bool = False) -> None:
         self._source = source or peak_source(device)
+        self._tensors = LiveTensors() if count_tensors else None
+        self._spans: dict[tuple[str, str], Span] = {}
         self._open: list[_OpenPhase] = []
         self._recent: dict[str, PhaseUsage] = {}
         self._total: dict[str, PhaseUsage] = {}
@@ -228,22 +251,40 @@ class PhaseMeter:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure what runs inside, also when it raises."""
-        assert all(phase.name != name for phase in self._open), f"phase {name!r} is open already"
-        self._source.synchronize()
-        if self._open:
-            self._fold_into_innermost()  # the reset below must not lose what the outer phase has seen
-        else:
-            self._source.start()
-        self._source.reset()
-        self._open.append(_OpenPhase(name, time.perf_counter()))
-        try:
+        assert all(phase.name != name or phase.role for phase in self._open), f"phase {name!r} is open already"
+        with self._measured(name, ""):
             yield
-        finally:
-            self._close()
+
+    @contextlib.contextmanager
+    def role(self, phase: str, role: str) -> Iterator[None]:
+        """Measure a role's work inside a phase; where that phase is not open (evaluations) nothing is measured."""
+        is_open = any(each.name == phase and not each.role for each in self._open)
+        with self._measured(phase, role) if is_open else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _measured(self, name: str, role: str) -> Iterator[None]:
+        outermost = not self._open
+        self._source.synchronize()
+        if outermost:
+            self._source.start()
+        else:
+            self._fold_into_innermost()  # the reset below must not lose what the outer phase has seen
+        self._source.reset()
+        with self._tensors if self._tensors is not None and outermost else contextlib.nullcontext():
+            if self._tensors is not None:
+                self._tensors.reset()
+            self._open.append(_OpenPhase(name, role, time.perf_counter(), time.time()))
+            try:
+                yield
+            finally:
+                self._close()
 
     def _fold_into_innermost(self) -> None:
         innermost = self._open[-1]
         innermost.peak_bytes = max(innermost.peak_bytes, self._source.peak_bytes())
+        if self._tensors is not None:
+            innermost.tensor_peak_bytes = max(innermost.tensor_peak_bytes, self._tensors.peak_bytes)
 
     def _close(self) -> None:
         try:
@@ -252,18 +293,36 @@ class PhaseMeter:
             self._fold_into_innermost()
             closed = self._open.pop()
             usage = PhaseUsage(time.perf_counter() - closed.started, closed.peak_bytes)
-            for book in (self._recent, self._total):
-                before = book.get(closed.name, PhaseUsage(0.0, 0))
-                seconds, peak = before.seconds + usage.seconds, max(before.peak_bytes, usage.peak_bytes)
-                book[closed.name] = PhaseUsage(seconds, peak)
+            self._note(closed, usage)
             if self._open:
                 outer = self._open[-1]
                 outer.peak_bytes = max(outer.peak_bytes, closed.peak_bytes)
+                outer.tensor_peak_bytes = max(outer.tensor_peak_bytes, closed.tensor_peak_bytes)
             else:
                 self._source.stop()
 
+    def _note(self, closed: _OpenPhase, usage: PhaseUsage) -> None:
+        name = f"{closed.name}/{closed.role}" if closed.role else closed.name
+        for book in (self._recent,) if closed.role else (self._recent, self._total):
+            before = book.get(name, PhaseUsage(0.0, 0))
+            seconds, peak = before.seconds + usage.seconds, max(before.peak_bytes, usage.peak_bytes)
+            book[name] = PhaseUsage(seconds, peak)
+        tensors = None if self._tensors is None else closed.tensor_peak_bytes
+        span = Span(closed.name, closed.role, closed.clock, usage.seconds, usage.peak_bytes, tensors)
+        earlier = self._spans.get((closed.name, closed.role))
+        if earlier is not None:
+            both = None if tensors is None else max(tensors, earlier.tensor_peak_bytes or 0)
+            seconds, peak = earlier.seconds + span.seconds, max(earlier.peak_bytes, span.peak_bytes)
+            span = Span(span.phase, span.role, earlier.start, seconds, peak, both)
+        self._spans[closed.name, closed.role] = span
+
+    def take_spans(self) -> list[Span]:
+        """The timeline since the last `take_spans`: phases and roles that were closed, by their start."""
+        spans, self._spans = self._spans, {}
+        return sorted(spans.values(), key=lambda span: span.start)
+
     def take(self) -> dict[str, PhaseUsage]:
-        """Phases closed since the last `take`; a phase that is still open appears once it has closed."""
+        """Phases closed since the last `take`, roles in them as "phase/role"; what is open appears once it closes."""
         recent, self._recent = self._recent, {}
         return recent
 

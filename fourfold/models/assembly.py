@@ -62,20 +62,30 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
 
     The actor takes over the base's own weights, so at most four models are resident at any time.
     """
-    fresh = base.new_scorer() if config.critic.init == "base" or reward is not None else None
+    room = base.room(config)
+    own = room.planned.weights["actor"]
+    fresh = None
+    if config.critic.init == "base" or reward is not None:
+        with room.role("critic" if config.critic.init == "base" else "reward", own):
+            fresh = base.new_scorer()
     actor = base.policy
-    if sft is not None:
-        load_role(sft, actor, record_for(config, "policy"))
-    reference = copy_policy(actor, share_head=base.shares_head)
-    freeze(reference)
+    with room.role("actor"):
+        if sft is not None:
+            load_role(sft, actor, record_for(config, "policy"))
+    with room.role("reference", own):
+        reference = copy_policy(actor, share_head=base.shares_head)
+        freeze(reference)
     scorer = None
     critic = fresh
     if reward is not None and fresh is not None:
-        scorer = fresh if config.critic.init != "base" else copy_scorer(fresh)
-        load_role(reward, scorer, record_for(config, "scorer"))
-        critic = copy_scorer(scorer) if config.critic.init == "reward" else fresh
+        with room.role("reward", own if config.critic.init == "base" else 0):
+            scorer = fresh if config.critic.init != "base" else copy_scorer(fresh)
+            load_role(reward, scorer, record_for(config, "scorer"))
+        with room.role("critic", own if config.critic.init == "reward" else 0):
+            critic = copy_scorer(scorer) if config.critic.init == "reward" else fresh
     if config.critic.init == "actor":
-        critic = scorer_on(actor)
+        with room.role("critic", own):
+            critic = scorer_on(actor)
     if critic is None or critic is scorer:
         raise ValueError(
             f"critic.init = {config.critic.init!r} needs a reward model, and reward.source = {config.reward.source!r} "

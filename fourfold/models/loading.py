@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,12 +23,16 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fourfold.config.schema import RunConfig
+from fourfold.memory.attention import check_attention, use_attention
+from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.adapters import add_adapters
+from fourfold.models.adapters import add_adapters, is_adapter
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
+from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
+from fourfold.planner.architectures import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +54,17 @@ class Base:
     shares_head: bool  # a shared trunk or base owns the language head
     eos_ids: frozenset[int]
     pad_id: int
+    budget: Budget = field(default_factory=Budget)
+
+    def room(self, config: RunConfig) -> Room:
+        """For the roles that are to be made from this base."""
+        adapted = config.sharing.mode == "adapters"
+        own = tensor_bytes(p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name))
+        parts = [self.policy, *([] if self.trunk is None else [self.trunk])]
+        whole = tensor_bytes(p for part in parts for p in part.parameters())
+        mine = self.policy.branch.num_layers
+        depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
+        return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size)
 
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
@@ -189,11 +205,36 @@ def end_ids(model: PreTrainedModel, tokenizer: Any, extra: tuple[int, ...]) -> f
 def load_base(config: RunConfig) -> Base:
     """Load the model of a run and cut it as `sharing.mode` says; the cut is verified."""
     device = device_of(config)
+    check_attention(config.memory.attention, device)
+    budget = Budget.of_gib(config.memory.budget_gib, device)
+    room = _room_of_folder(config, budget)
+    with room.role("base model", sum(room.planned.weights.get(name, 0) for name in ("trunk", "base", "actor"))):
+        return _load_base(config, device, budget)
+
+
+def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
+    """What a run of the model in a folder is to hold, by its config.json; all 0 where there is no such file to read."""
+    file = Path(config.model.path).expanduser() / "config.json"
+    shape = None
+    with contextlib.suppress(ValueError, KeyError, OSError):
+        shape = Architecture.from_config(json.loads(file.read_text(encoding="utf-8")))
+    if shape is None:
+        return Room.of(config, budget, 0, 0, (1, 1), 1)
+    mode, layers, total = config.sharing.mode, shape.layers, shape.parameters()
+    mine = {"none": layers, "trunk": min(config.trunk.branch_layers, layers), "adapters": 0}[mode]
+    width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
+    own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
+    whole = own + (total - mine * shape.layer_parameters) * width if mine < layers else own
+    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden)
+
+
+def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     dtype = DTYPES[resolve_compute(config.precision.compute, device)]
     mode = config.sharing.mode
     shared = mode != "none"
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), dtype if shared else torch.float32)
     model.requires_grad_(False)
+    use_attention(model, config.memory.attention, device)
     layout = layout_of(model)
     total = len(getattr(getattr(model, layout.body), layout.layers))
     depth = _trunk_depth(config, total)
@@ -218,6 +259,7 @@ def load_base(config: RunConfig) -> Base:
     for part in (policy.branch, trunk):
         if part is not None:
             prepare_for_decoding(part)
+            budget.watch(part.layers)
     if mode == "adapters":
         add_adapters(policy.branch, config.adapters, seed=config.seed)
     return Base(
@@ -229,6 +271,7 @@ def load_base(config: RunConfig) -> Base:
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
+        budget=budget,
     )
 
 

@@ -19,6 +19,7 @@ from fourfold.algorithms.log_probs import Entropy
 from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
+from fourfold.memory.activation_offload import offload_activations
 from fourfold.memory.activations import checkpoint_modules
 from fourfold.memory.offload import Residency, residency_of
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
@@ -57,12 +58,21 @@ def micro_batches(
     Yields the row numbers, the rows and their activations. Every row comes once; what is computed for a real token
     does not depend on the rows beside it, so only the order of sums differs from any other way to cut.
     """
-    tokens = batch.attention_mask[rows].sum(dim=1)
-    for chosen in rows[tokens.argsort(stable=True)].split(size):
-        part = batch.select(chosen).trimmed()
-        start = batch.prompt_length - part.prompt_length
-        columns = slice(start, start + part.sequences.shape[1])
-        yield chosen, part, Activations(activations.inputs[chosen, columns], activations.mask[chosen, columns])
+    for chosen in by_length(batch, rows).split(size):
+        yield chosen, *micro_batch(batch, activations, chosen)
+
+
+def by_length(batch: Rollout, rows: Int64[Tensor, "rows"]) -> Int64[Tensor, "rows"]:
+    """The same rows, those with the fewest tokens first."""
+    return rows[batch.attention_mask[rows].sum(dim=1).argsort(stable=True)]
+
+
+def micro_batch(batch: AnyRollout, activations: Activations, chosen: Tensor) -> tuple[AnyRollout, Activations]:
+    """These rows and their activations, without columns of mere padding."""
+    part = batch.select(chosen).trimmed()
+    start = batch.prompt_length - part.prompt_length
+    columns = slice(start, start + part.sequences.shape[1])
+    return part, Activations(activations.inputs[chosen, columns], activations.mask[chosen, columns])
 
 
 class Policy(nn.Module):
@@ -158,6 +168,8 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: M
     if memory is not None and memory.checkpointing != "none":
         layers = role.branch.layers if memory.checkpointing == "layers" else role.branch.attentions
         checkpoint_modules(layers, memory.checkpoint_every)
+    if memory is not None and memory.activation_offload:
+        offload_activations(role.branch)
     role.requires_grad_(False)
     if is_adapted(role.branch):
         for p in adapter_parameters(role.branch):

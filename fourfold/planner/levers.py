@@ -89,6 +89,14 @@ LEVERS: tuple[Lever, ...] = (
         excludes=("checkpointing",),
     ),
     Lever(
+        name="activation offload",
+        where="fourfold.memory.activation_offload",
+        settings={"memory.activation_offload": True},
+        saves="the layers' activations while they wait for the backward pass; they lie in host memory or in a file",
+        costs="copying them out and back",
+        change="exact",
+    ),
+    Lever(
         name="micro-batches",
         where="fourfold.models.roles",
         settings={"ppo.micro_batch_size": 1},

@@ -16,9 +16,10 @@ from torch import Tensor
 from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize, BatchSizes
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
-from fourfold.models.roles import Activations, Policy, copy_policy, freeze, micro_batches
+from fourfold.models.roles import Activations, Policy, by_length, copy_policy, freeze, micro_batch
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.sampler import PromptBatch
 
@@ -40,10 +41,12 @@ class LocalSampler:
     Each row has a generator of its own, so its response does not depend on the rows beside it (exactly so in float32).
     """
 
-    def __init__(self, base: Base, policy: Policy, settings: SamplingSettings) -> None:
+    def __init__(self, base: Base, policy: Policy, settings: SamplingSettings, sizes: BatchSizes | None = None) -> None:
         self._base = base
         self._policy = policy
         self._settings = settings
+        self._rows = sizes.generate if sizes else BatchSize("generate", "actor", settings.batch_size)
+        self._scored_rows = sizes.log_probs if sizes else BatchSize("generate", "actor", settings.score_batch_size)
         self._half = policy.branch.compute_dtype != torch.float32
         self._working: Policy | None = None
 
@@ -52,12 +55,15 @@ class LocalSampler:
         """One response a row; log-probs are taken again by the training engine over the cached activations."""
         width = max(len(tokens) for tokens in prompts.tokens)
         rows = len(prompts.tokens)
-        size = self._settings.batch_size or rows
         policy = self._current_policy()
-        chunks = [
-            _Decoder(self._base, policy, self._settings, prompts, range(start, min(start + size, rows)), width).run()
-            for start in range(0, rows, size)
-        ]
+        chunks: list[_Decoder] = []
+
+        def decode(piece: slice) -> None:
+            chosen = range(rows)[piece]
+            chunks.append(_Decoder(self._base, policy, self._settings, prompts, chosen, width).run())
+
+        with self._rows.working("actor"):
+            self._rows.through(rows, decode)
         longest = max(int(chunk.lengths.max()) for chunk in chunks)
         lengths = torch.cat([chunk.lengths for chunk in chunks])
         sequences = torch.cat([chunk.sequences[:, : width + longest] for chunk in chunks])
@@ -82,10 +88,15 @@ class LocalSampler:
 
     def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
         found = torch.zeros_like(rollout.sampler_log_probs)
-        every = torch.arange(len(found), device=found.device)
-        for rows, part, inputs in micro_batches(rollout, activations, every, self._settings.score_batch_size):
+        order = by_length(rollout, torch.arange(len(found), device=found.device))
+
+        def take(piece: slice) -> None:
+            part, inputs = micro_batch(rollout, activations, order[piece])
             log_probs, _ = self._policy.log_probs(inputs, part, self._settings.temperature)
-            found[rows, : log_probs.shape[1]] = log_probs
+            found[order[piece], : log_probs.shape[1]] = log_probs
+
+        with self._scored_rows.working("actor"):
+            self._scored_rows.through(len(order), take)
         return found
 
     def _current_policy(self) -> Policy:

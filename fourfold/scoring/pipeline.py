@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.memory.offload import resident
-from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
+from fourfold.models.roles import Activations, Policy, Scorer, by_length, micro_batch
 from fourfold.scoring.sources import RewardSource
+
+Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
 
 
 @torch.no_grad()
@@ -26,30 +30,39 @@ def score(
     reward: RewardSource,
     temperature: float,
     kl_estimator: str,
-    micro_batch_size: int,
+    micro_batch_size: int | BatchSize,
 ) -> tuple[ScoredRollout, Tensor]:
     """The scored rollout and, for each row, whether its score is valid (bool [batch]).
 
     One role after the other goes through the rollout, so that those that are not kept in memory come in once, alone.
     """
     found = _Opinions.empty(rollout)
-    every = torch.arange(len(rollout.sequences), device=rollout.sequences.device)
+    size = batch_size(micro_batch_size, "score", "reference")
+    order = by_length(rollout, torch.arange(len(rollout.sequences), device=rollout.sequences.device))
 
     def of_reference(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        log_probs, _ = reference.log_probs(inputs, part, temperature)
-        kl = _kl(part, inputs, log_probs, actor, reference, temperature, kl_estimator)
+        with size.working("reference"):
+            log_probs, _ = reference.log_probs(inputs, part, temperature)
+        with size.working("actor" if kl_estimator == "full" else "reference"):
+            kl = _kl(part, inputs, log_probs, actor, reference, temperature, kl_estimator)
         return {"ref_log_probs": log_probs, "kl": kl}
 
     def of_critic(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
+        with size.working("critic"):
+            return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
 
     def of_reward(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
+        with size.working("reward"):
+            return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
 
     for role, asked in ((reference, of_reference), (critic, of_critic), (reward, of_reward)):
+
+        def opinions(piece: slice, asked: Asked = asked) -> None:
+            part, inputs = micro_batch(rollout, activations, order[piece])
+            found.put(order[piece], **asked(inputs, part))
+
         with resident(role):
-            for chosen, part, inputs in micro_batches(rollout, activations, every, micro_batch_size):
-                found.put(chosen, **asked(inputs, part))
+            size.through(len(order), opinions)
     checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
     for role, name in checked:
         if not bool(torch.isfinite(getattr(found, name)).all()):
@@ -60,8 +73,8 @@ def score(
             f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; the "
             "last good checkpoint is kept"
         )
-    opinions = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
-    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **opinions), found.valid
+    scored = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
+    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **scored), found.valid
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,10 @@ class Schema:
         return filled
 
 
-SCHEMA = Schema(version=1)
+SCHEMA = Schema(
+    version=2,
+    added={2: {"batch_sizes": {}}},  # rows at once after halvings: none that differ from the settings'
+)
 
 
 class Damaged(Exception):

@@ -11,6 +11,7 @@ from typing import Any
 from fourfold.config import RunConfig, dump_toml, load_config
 from fourfold.files import write_atomically
 from fourfold.memory.meter import PhaseUsage
+from fourfold.planner.advice import RESUMABLE
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -82,12 +83,14 @@ class RunFolder:
     def require_same_settings(self, config: RunConfig) -> None:
         """Make sure that a run that was started here had these settings.
 
-        `stages` and `system` may differ: they say how much is run and where, not what comes out.
+        `stages`, `system` and the exact settings of `memory` may differ: they say how much is run, where and in how
+        much room, not what comes out; so a run that memory has stopped can go on with a lever that saves some.
         """
         path = self.root / CONFIG
         if not path.is_file():
             return
-        before, now = (c.model_dump(exclude={"stages", "system"}) for c in (load_config(path), config))
+        free: dict[str, Any] = {"stages": True, "system": True, "memory": {key.split(".")[1] for key in RESUMABLE}}
+        before, now = (c.model_dump(exclude=free) for c in (load_config(path), config))
         if changed := sorted(_differences(before, now)):
             raise ValueError(
                 f"{path} was made with other settings: {'; '.join(changed[:8])}. A run goes on only with its own "

@@ -127,7 +127,7 @@ def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
 def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: Records, say: Say) -> None:
     if _reward_lacks_sft(config, folder):
         say("reward.init: there is no stage sft, so the reward model starts from the base model")
-    meter = PhaseMeter(device_of(config))
+    meter = PhaseMeter(device_of(config), count_tensors=config.memory.count_tensors)
     with meter.phase("load"):
         base = load_base(config)
     inputs = encode_inputs(config, base, records, say)

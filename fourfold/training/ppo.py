@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.backends.local import LocalOptimizer
-from fourfold.config.schema import RunConfig
+from fourfold.config.schema import MemorySection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
 from fourfold.diagnostics.trackers import make_trackers
+from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base
 from fourfold.models.residency import place
+from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import save_role
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
+from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Inputs
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import Texts
+from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
 from fourfold.training.update import Learner
 
@@ -73,23 +77,28 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
     place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
     if models.reward is not None:
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
-    held: dict[str, Any] = {"memory": config.memory, "folder": folder}
-    learner = Learner(
-        models.actor,
-        models.critic,
-        LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps, **held),
-        LocalOptimizer("critic", models.critic, config.critic, total_steps=ppo.steps * ppo.updates_a_rollout, **held),
+    learner = _learner(config, models, folder)
+    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
+    census = Census(
+        config,
+        models.base,
+        {"actor": models.actor, "critic": models.critic},
+        (learner.actor_optimizer, learner.critic_optimizer),
+        lambda: {row.model: row.bytes for row in role_rows(models)},
     )
+    sizes.describe_with(census.describe)
+    sizes.measure_with(meter.role)
     trainer = Trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings),
+        sampler=LocalSampler(models.base, models.actor, settings, sizes),
         learner=learner,
+        sizes=sizes,
+        census=census,
         prompts=PromptStream(
             prompts, seed=config.seed, rows=ppo.rollout_batch_size, responses_per_prompt=sampling.responses_per_prompt
         ),
@@ -111,6 +120,28 @@ def build_trainer(
     return trainer
 
 
+def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
+    """The trained roles with their optimizers, whose states are made at once."""
+    ppo, memory = config.ppo, config.memory
+    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
+    room = models.base.room(config)
+    critic_steps = ppo.steps * ppo.updates_a_rollout
+    with room.role("actor's optimizer", _moments(models.actor, memory)):
+        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps, memory=memory, folder=folder)
+    with room.role("critic's optimizer", _moments(models.critic, memory)):
+        critic = LocalOptimizer(
+            "critic", models.critic, config.critic, total_steps=critic_steps, memory=memory, folder=folder
+        )
+    return Learner(models.actor, models.critic, actor, critic)
+
+
+def _moments(role: Policy | Scorer, memory: MemorySection) -> int:
+    """Bytes of AdamW's two float32 moments of what is trained; parked ones take no memory."""
+    return (
+        0 if memory.optimizer_residency == "park" else 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad)
+    )
+
+
 def train_ppo(
     config: RunConfig,
     base: Base,
@@ -126,7 +157,7 @@ def train_ppo(
     with meter.phase("load"):
         models = assemble(config, base, stores.sft, stores.reward)
     reward = reward_source(config, models)
-    stage = folder.stage("ppo")
+    stage, timeline = folder.stage("ppo"), list[Timeline]()
     with stage_progress("ppo", config.ppo.steps, unit="steps") as progress:
         trainer = build_trainer(
             config,
@@ -139,10 +170,13 @@ def train_ppo(
             (
                 lambda _, row: progress.advance(1, note=_note(row)),
                 lambda _, row: _note_spent(folder, meter, started),
+                lambda step, _: timeline[0].note(step, meter.take_spans()),
                 *callbacks,
             ),
         )
         progress.advance(trainer.progress.step)
+        resident = {row.model: row.bytes for row in role_rows(models)}
+        timeline.append(Timeline(stage, step=trainer.progress.step, resident=resident))
         try:
             _check_and_run(trainer, folder, meter, say)
         finally:
@@ -164,6 +198,7 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
+    meter.take_spans()
     trainer.run()
     sampled = meter.totals().get("generate")
     if sampled is not None and (said := trainer.accountant.hide_condition(sampled.seconds)):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fourfold.batch import ScoredRollout
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Activations
 
@@ -60,12 +61,30 @@ class Preflight:
 
 
 def preflight(
-    models: FourModels, scored: ScoredRollout, activations: Activations, *, temperature: float, fresh: bool
+    models: FourModels,
+    scored: ScoredRollout,
+    activations: Activations,
+    *,
+    temperature: float,
+    fresh: bool,
+    size: BatchSize | None = None,
 ) -> Preflight:
-    """Measure the gaps on a scored rollout; RunFailed names the one that is too large.
+    """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes; RunFailed names the one
+    that is too large.
 
     `fresh` is False for a resumed run, whose actor has rightly moved away from the reference.
     """
+
+    def first(rows: int) -> Preflight:
+        chosen = torch.arange(rows, device=scored.sequences.device)
+        return _measure(models, scored.select(chosen), activations.select(chosen), temperature, fresh)
+
+    return (size or BatchSize("learn", "actor", 0)).fitting(first, len(scored.sequences))
+
+
+def _measure(
+    models: FourModels, scored: ScoredRollout, activations: Activations, temperature: float, fresh: bool
+) -> Preflight:
     actor = models.actor
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph

@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fourfold.backends.base import RoleOptimizer
 from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Scorer, make_trainable, scorer_on
 from fourfold.models.storage import load_role, save_role
+from fourfold.training.census import stage_census
 from fourfold.training.stage import Stage
 from fourfold.training.supervised import Texts, fill_cache
 from fourfold.training.texts import TextCache, draw, epoch_batches
@@ -42,13 +45,16 @@ def bradley_terry_sum(margins: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def scores_of(scorer: Scorer, cache: TextCache, texts: Texts, batch_size: int) -> Tensor:
+def scores_of(scorer: Scorer, cache: TextCache, texts: Texts, rows_at_once: int | BatchSize) -> Tensor:
     """Scores of texts, in their order; one that is not finite stops the stage."""
     order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
     scores = torch.zeros(len(texts))
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+
+    def put(piece: slice) -> None:
+        rows = order[piece]
         scores[rows] = scorer.scores(cache.activations([texts[row] for row in rows])[0]).cpu()
+
+    batch_size(rows_at_once, "reward", "reward model").through(len(order), put)
     if bad := int((~torch.isfinite(scores)).sum()):
         raise RunFailed(
             f"reward: the reward model's scores of {bad} of {len(scores)} texts are not finite; nothing was stored, "
@@ -57,10 +63,10 @@ def scores_of(scorer: Scorer, cache: TextCache, texts: Texts, batch_size: int) -
     return scores
 
 
-def pair_accuracy(scorer: Scorer, cache: TextCache, pairs: Sequence[Pair], batch_size: int) -> float:
+def pair_accuracy(scorer: Scorer, cache: TextCache, pairs: Sequence[Pair], rows_at_once: int | BatchSize) -> float:
     """Share of pairs whose chosen text has the higher score; a tie counts half."""
     texts = sorted({tuple(text) for pair in pairs for text in pair})
-    score = dict(zip(texts, scores_of(scorer, cache, texts, batch_size).tolist(), strict=True))
+    score = dict(zip(texts, scores_of(scorer, cache, texts, rows_at_once).tolist(), strict=True))
     wins = [score[tuple(a)] - score[tuple(b)] for a, b in pairs]
     return sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in wins) / len(wins)
 
@@ -100,27 +106,41 @@ def train_reward(
         "reward model", scorer, settings, total_steps=len(batches), memory=config.memory, folder=folder
     )
 
-    def learn(step: int) -> float:
-        rows = batches[step]
-        total = 0.0
-        for start in range(0, len(rows), settings.micro_batch_size):
-            micro = [pairs[row] for row in rows[start : start + settings.micro_batch_size]]
-            loss = bradley_terry_sum(pair_margins(scorer, cache, micro))
-            optimizer.backward(loss / len(rows))
-            total += float(loss.detach())
-        optimizer.step()
-        return total / len(rows)
+    size = BatchSize("reward", "reward model", settings.micro_batch_size, base.budget)
+    census = stage_census(config, base, "reward model", scorer, optimizer, lambda: cache.bytes)
+    size.describe = census.describe
 
-    stage = Stage("reward", folder, scorer, record, optimizer, len(batches), learn, config.checkpoint.stage_every)
+    def learn(step: int) -> float:
+        batch = [pairs[row] for row in batches[step]]
+        total = size.fitting(
+            lambda at_once: _passes(scorer, cache, batch, optimizer, at_once), len(batch), optimizer.discard
+        )
+        optimizer.step()
+        return total / len(batch)
+
+    every = config.checkpoint.stage_every
+    stage = Stage("reward", folder, scorer, record, optimizer, len(batches), learn, every, size)
     stage.run()
     if yardstick:
-        standardise(scorer, scores_of(scorer, cache, yardstick, settings.micro_batch_size))
+        standardise(scorer, scores_of(scorer, cache, yardstick, size))
     metrics: dict[str, float] = {"pairs": len(pairs)}
+    if size.size < settings.micro_batch_size:
+        metrics["micro_batch_size"] = size.size
     if test:
-        metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, settings.micro_batch_size)
+        metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, size)
         metrics["test_pairs"] = len(test)
     save_role(folder / "model", scorer, record)
     return metrics
+
+
+def _passes(scorer: Scorer, cache: TextCache, batch: Sequence[Pair], optimizer: RoleOptimizer, at_once: int) -> float:
+    """The gradients of a batch, some pairs at a time; returns the sum of the losses."""
+    total = 0.0
+    for start in range(0, len(batch), at_once):
+        loss = bradley_terry_sum(pair_margins(scorer, cache, batch[start : start + at_once]))
+        optimizer.backward(loss / len(batch))
+        total += float(loss.detach())
+    return total
 
 
 def _initial_scorer(config: RunConfig, base: Base, sft: Path | None) -> Scorer:

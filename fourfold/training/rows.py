@@ -8,7 +8,7 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.algorithms.statistics import explained_variance, moments, spearman
 from fourfold.batch import Experience, ScoredRollout
-from fourfold.memory.meter import PhaseUsage
+from fourfold.memory.meter import WORKING, PhaseUsage
 from fourfold.training.state import Progress
 
 TIMED_PHASES = ("generate", "score", "learn", "save")
@@ -44,6 +44,9 @@ def training_row(
         measured = usage.get(phase, PhaseUsage(0.0, 0))
         row[f"{phase}_seconds"], row[f"{phase}_peak_bytes"] = measured
         seconds += measured.seconds
+    for phase, role in WORKING:
+        if f"{phase}/{role}" in usage:
+            row[f"{role}_{phase}_peak_bytes"] = usage[f"{phase}/{role}"].peak_bytes
     row["step_seconds"] = seconds
     if "offloaded_pass_seconds" in row:
         row["offloaded_per_generate_ratio"] = row["offloaded_pass_seconds"] / row["generate_seconds"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from fourfold.backends.base import RoleOptimizer
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted, RunFailed
+from fourfold.memory.budget import BatchSize, stops_when_short
 from fourfold.memory.meter import PhaseUsage
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
@@ -30,6 +31,7 @@ class Stage:
     steps: int
     learn: Callable[[int], float]
     checkpoint_every: int
+    size: BatchSize
 
     def run(self) -> list[float]:
         """Go from the newest checkpoint to the last step; returns the losses of the steps taken here."""
@@ -53,7 +55,8 @@ class Stage:
 
     def _learn(self, step: int) -> float:
         try:
-            return self.learn(step)
+            with stops_when_short(self.name, "", self.size.budget, self.size.describe):
+                return self.learn(step)
         except RunFailed as error:
             raise RunFailed(f"{self.name}, step {step + 1}: {error}") from error
 
@@ -65,6 +68,7 @@ class Stage:
         record = checkpoint.state
         restored = restore_optimizer(checkpoint.tensors("optimizer"), record["optimizer"])
         self.optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
+        self.size.size = record["batch_sizes"].get("learn", self.size.size)
         return checkpoint.step
 
     def _save(self, store: CheckpointStore, step: int) -> None:
@@ -73,4 +77,5 @@ class Stage:
         groups = {"role": own_tensors(self.role, shares_head=self.record.shares_head), "optimizer": tensors}
         # With its record, every checkpoint can be loaded as the stage's result (reward.checkpoint).
         state = {"optimizer": record, "steps_done": everything["steps_done"], "record": asdict(self.record)}
+        state["batch_sizes"] = {"learn": self.size.size}
         store.save(step, groups, state)

@@ -10,6 +10,7 @@ from fourfold.algorithms.masking import masked_sum
 from fourfold.algorithms.rewards import RunningMoments
 from fourfold.batch import ScoredRollout
 from fourfold.config.schema import PpoSection
+from fourfold.memory.budget import BatchSizes
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import load_own_tensors, own_tensors
@@ -66,11 +67,14 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
     return {"actor": models.actor, "critic": models.critic}
 
 
-def collect(models: FourModels, learner: Learner, progress: Progress) -> tuple[dict[str, dict], dict[str, Any]]:
+def collect(
+    models: FourModels, learner: Learner, progress: Progress, sizes: BatchSizes
+) -> tuple[dict[str, dict], dict[str, Any]]:
     """Tensors and JSON of a checkpoint: trained roles, both optimizers, counters, random states, frozen checksum."""
     tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
+        "batch_sizes": sizes.state(),
         "frozen_checksum": models.frozen_checksum(),
         "optimizers": {},
     }
@@ -82,8 +86,8 @@ def collect(models: FourModels, learner: Learner, progress: Progress) -> tuple[d
     return tensors, state
 
 
-def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner) -> Progress:
-    """Put a checkpoint back into the models and optimizers; returns the counters.
+def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes: BatchSizes) -> Progress:
+    """Put a checkpoint back into the models, optimizers and batch sizes; returns the counters.
 
     The frozen models are rebuilt from the stages' files, so they are compared with what the run had.
     """
@@ -98,5 +102,6 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner) -> Pro
         record = checkpoint.state["optimizers"][name]
         restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])
         optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
+    sizes.restore(checkpoint.state["batch_sizes"])
     restore_rng(checkpoint.tensors("random"), checkpoint.state["random"])
     return Progress.from_dict(checkpoint.state["progress"])

@@ -13,10 +13,12 @@ from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, make_trainable
 from fourfold.models.storage import save_role
+from fourfold.training.census import stage_census
 from fourfold.training.stage import Stage
 from fourfold.training.texts import TextCache, epoch_batches
 
@@ -32,12 +34,18 @@ def nll_sum(policy: Policy, activations: Activations, ids: Tensor) -> tuple[Tens
 
 
 @torch.no_grad()
-def mean_nll(policy: Policy, cache: TextCache, texts: Texts, batch_size: int) -> float:
+def mean_nll(policy: Policy, cache: TextCache, texts: Texts, rows_at_once: int | BatchSize) -> float:
     """Nats a token on texts (teacher-forced); a mean that is not finite stops the stage."""
     total, count = 0.0, 0
-    for rows in epoch_batches([len(text) for text in texts], batch_size, seed=0, epoch=0):
-        loss, tokens = nll_sum(policy, *cache.activations([texts[row] for row in rows]))
+    size = batch_size(rows_at_once, "sft", "sft policy")
+
+    def add(piece: slice) -> None:
+        nonlocal total, count
+        loss, tokens = nll_sum(policy, *cache.activations([texts[row] for row in rows[piece]]))
         total, count = total + float(loss), count + tokens
+
+    for rows in epoch_batches([len(text) for text in texts], size.size, seed=0, epoch=0):
+        size.through(len(rows), add)
     if not math.isfinite(total):
         raise RunFailed(
             f"sft: the sft policy's loss on held-out texts is {total / count}; nothing was stored, the stage's last "
@@ -63,9 +71,10 @@ def train_sft(
     fill_cache(cache, [*texts, *test], "sft: trunk activations")
     policy = base.new_policy()
     make_trainable(policy, with_language_head=not base.shares_head, memory=config.memory)
+    size = BatchSize("sft", "sft policy", settings.micro_batch_size, base.budget)
     metrics: dict[str, float] = {"texts": len(texts)}
     if test:
-        metrics["test_nll_before"] = mean_nll(policy, cache, test, settings.micro_batch_size)
+        metrics["test_nll_before"] = mean_nll(policy, cache, test, size)
     lengths = [len(text) for text in texts]
     batches = [
         batch
@@ -75,22 +84,32 @@ def train_sft(
     optimizer = LocalOptimizer(
         "sft policy", policy, settings, total_steps=len(batches), memory=config.memory, folder=folder
     )
+    census = stage_census(config, base, "sft policy", policy, optimizer, lambda: cache.bytes)
+    size.describe = census.describe
 
     def learn(step: int) -> float:
         rows = batches[step]
         tokens = sum(lengths[row] - 1 for row in rows)
-        total = 0.0
-        for start in range(0, len(rows), settings.micro_batch_size):
-            micro = [texts[row] for row in rows[start : start + settings.micro_batch_size]]
-            loss, _ = nll_sum(policy, *cache.activations(micro))
-            optimizer.backward(loss / tokens)
-            total += float(loss.detach())
+
+        def passes(at_once: int) -> float:
+            total = 0.0
+            for start in range(0, len(rows), at_once):
+                micro = [texts[row] for row in rows[start : start + at_once]]
+                loss, _ = nll_sum(policy, *cache.activations(micro))
+                optimizer.backward(loss / tokens)
+                total += float(loss.detach())
+            return total
+
+        total = size.fitting(passes, len(rows), optimizer.discard)
         optimizer.step()
         return total / tokens
 
-    stage = Stage("sft", folder, policy, record, optimizer, len(batches), learn, config.checkpoint.stage_every)
+    every = config.checkpoint.stage_every
+    stage = Stage("sft", folder, policy, record, optimizer, len(batches), learn, every, size)
     stage.run()
+    if size.size < settings.micro_batch_size:
+        metrics["micro_batch_size"] = size.size
     if test:
-        metrics["test_nll_after"] = mean_nll(policy, cache, test, settings.micro_batch_size)
+        metrics["test_nll_after"] = mean_nll(policy, cache, test, size)
     save_role(folder / "model", policy, record)
     return metrics

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fourfold.memory.budget import BatchSize
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations
+from fourfold.models.split import Part
 from fourfold.rollout.sampler import row_seed
 
 # Rows of this many batches are sorted by length before they are cut into batches: little padding, enough shuffling.
@@ -31,6 +34,7 @@ class TextCache:
         self._base = base
         self._device = next(base.policy.parameters()).device
         self._rows: dict[tuple[int, ...], Tensor] = {}
+        self._at_once = BatchSize("cache", "trunk", 0, base.budget)
 
     @property
     def bytes(self) -> int:
@@ -53,12 +57,15 @@ class TextCache:
             stop = start + 1
             while stop < len(texts) and len(texts[stop]) * (stop + 1 - start) <= TRUNK_TOKENS:
                 stop += 1
-            ids, mask = self._pad(texts[start:stop])
-            hidden = trunk(ids, mask)
-            for row, text in zip(hidden, texts[start:stop], strict=True):
-                self._rows[text] = row[: len(text)].clone()
+            self._at_once.through(stop - start, partial(self._fill, trunk, texts[start:stop]))
             yield stop - start
             start = stop
+
+    def _fill(self, trunk: Part, texts: Sequence[tuple[int, ...]], piece: slice) -> None:
+        ids, mask = self._pad(texts[piece])
+        hidden = trunk(ids, mask)
+        for row, text in zip(hidden, texts[piece], strict=True):
+            self._rows[text] = row[: len(text)].clone()
 
     def activations(self, texts: Sequence[Sequence[int]]) -> tuple[Activations, Tensor]:
         """Right-padded input of the branches, and the ids [batch, time]."""

@@ -15,6 +15,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.metrics import check_row
 from fourfold.diagnostics.trackers import Tracker
 from fourfold.errors import Interrupted, RunFailed
+from fourfold.memory.budget import BatchSizes
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import FourModels, set_new_head_bias
 from fourfold.models.roles import Activations
@@ -23,6 +24,7 @@ from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
 from fourfold.scoring.pipeline import learnable, score
 from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
+from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
 from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
@@ -44,6 +46,8 @@ class Trainer:
     reward: RewardSource
     sampler: Sampler
     learner: Learner
+    sizes: BatchSizes
+    census: Census
     prompts: PromptStream
     evaluation_prompts: PromptBatch | None
     store: CheckpointStore
@@ -61,14 +65,14 @@ class Trainer:
         """Take up the newest good checkpoint, if there is one."""
         checkpoint = self.store.latest()
         if checkpoint is not None:
-            self.progress = restore(checkpoint, self.models, self.learner)
+            self.progress = restore(checkpoint, self.models, self.learner, self.sizes)
         self._frozen = self.models.frozen_checksum()
         return checkpoint is not None
 
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
         fresh, random_state = self.progress.step == 0, rng_state()
-        prompts = self.prompts.batch(self.progress.step).first(self.config.ppo.micro_batch_size)
+        prompts = self.prompts.batch(self.progress.step).first(self.sizes.actor.size)
         rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
@@ -76,7 +80,8 @@ class Trainer:
             shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
             set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
-        return preflight(self.models, scored, activations, temperature=self.config.sampling.temperature, fresh=fresh)
+        temperature, size = self.config.sampling.temperature, self.sizes.actor
+        return preflight(self.models, scored, activations, temperature=temperature, fresh=fresh, size=size)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
@@ -109,15 +114,16 @@ class Trainer:
         """One rollout: generate, score, estimate advantages, learn."""
         step, settings = self.progress.step, self.config.ppo
         self.accountant.begin()
-        with self.meter.phase("generate"):
+        with self.census.phase(self.meter, "generate"):
             rollout, activations = self.sampler.generate(self.prompts.batch(step), policy_version=step)
-        with self.meter.phase("score"):
+            self.census.cached_bytes = activations.bytes
+        with self.census.phase(self.meter, "score"):
             scored, valid = self._score(rollout, activations)
             self.progress.moments = self.progress.moments.update(scored.scores[valid])
             rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_failure)
             shaping = Shaping(self.progress.kl_coef, self.progress.moments)
             experience = estimate_advantages(scored.select(rows), settings, shaping)
-        with self.meter.phase("learn"):
+        with self.census.phase(self.meter, "learn"):
             learned = update(
                 self.learner,
                 experience,
@@ -126,6 +132,7 @@ class Trainer:
                 temperature=self.config.sampling.temperature,
                 seed=row_seed("update", self.config.seed, step),
                 train_actor=step >= self.config.critic.warmup_rollouts,
+                sizes=self.sizes,
             )
         self.progress.count(scored, int(learned.metrics["actor_optimizer_steps"]), settings)
         return training_row(
@@ -133,7 +140,7 @@ class Trainer:
             experience,
             scored,
             valid,
-            learned.metrics,
+            learned.metrics | self.sizes.metrics(len(rollout.sequences)),
             self.accountant.step(rollout, learned.actor, learned.critic, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
             kl_coef=shaping.kl_coef,
@@ -150,7 +157,7 @@ class Trainer:
             reward=self.reward,
             temperature=self.config.sampling.temperature,
             kl_estimator=self.config.ppo.kl_estimator,
-            micro_batch_size=self.config.ppo.micro_batch_size,
+            micro_batch_size=self.sizes.score,
         )
 
     def evaluate(self) -> Evaluation:
@@ -178,13 +185,13 @@ class Trainer:
 
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint, after making sure that nothing frozen has moved."""
-        with self.meter.phase("save"):
+        with self.census.phase(self.meter, "save"):
             if self.models.frozen_checksum() != self._frozen:
                 raise RunFailed(
                     f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
                     "must never do; nothing was saved, the checkpoint before is intact"
                 )
-            tensors, state = collect(self.models, self.learner, self.progress)
+            tensors, state = collect(self.models, self.learner, self.progress, self.sizes)
             self.store.save(self.progress.step, tensors, state, is_best=is_best)
 
     def _log(self, row: dict[str, float], kind: str) -> None:

@@ -7,6 +7,7 @@ are made: the peak holds one set of gradients.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from fourfold.algorithms.masking import masked_sum
 from fourfold.backends.base import RoleOptimizer
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
+from fourfold.memory.budget import BatchSizes
 from fourfold.models.roles import Activations, Policy, Scorer, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.accounting import Work
@@ -56,6 +58,10 @@ class _Totals:
     actor: Work = field(default_factory=Work)
     critic: Work = field(default_factory=Work)
 
+    def restore(self, before: _Totals) -> None:
+        """Take back what was added since `before` was copied."""
+        vars(self).update(vars(before))
+
     def means(self, denominator: str, **names: str) -> dict[str, float]:
         """Sums over a denominator, under the metrics' names; none where nothing was counted: 0 would say something."""
         count = self.sums[denominator]
@@ -71,22 +77,29 @@ def update(
     temperature: float,
     seed: int,
     train_actor: bool = True,
+    sizes: BatchSizes | None = None,
 ) -> Learned:
     """Learn from one rollout.
 
     With `target_kl`, a mini-batch whose KL(old, new) reaches it ends the update: its gradients are dropped and its
-    step is not taken, and only the critic's step on it stands.
+    step is not taken, and only the critic's step on it stands. A role whose pass runs out of memory does its mini-batch
+    again from the start, in smaller micro-batches of `sizes`.
     """
     totals = _Totals()
+    sizes = sizes or BatchSizes.of(settings)
     rows = len(experience.sequences)
     stopped = False
     for epoch in range(settings.num_epochs):
         generator = torch.Generator().manual_seed(row_seed("epoch", seed, epoch))
         order = torch.randperm(rows, generator=generator).to(experience.sequences.device)
         for mini in order.split(settings.mini_batch_size):
-            _critic_step(learner, experience, activations, mini, settings, totals)
+            with sizes.critic.working("critic"):
+                _critic_step(learner, experience, activations, mini, settings, totals, sizes)
             if train_actor:
-                stopped = not _actor_step(learner, experience, activations, mini, settings, temperature, totals)
+                with sizes.actor.working("actor"):
+                    stopped = not _actor_step(
+                        learner, experience, activations, mini, settings, temperature, totals, sizes
+                    )
             if stopped:
                 break
         if stopped:
@@ -102,14 +115,24 @@ def _critic_step(
     mini: Tensor,
     settings: PpoSection,
     totals: _Totals,
+    sizes: BatchSizes,
 ) -> None:
     tokens = int(experience.response_mask[mini].sum())
-    for _, part, inputs in micro_batches(experience, activations, mini, settings.micro_batch_size):
-        values = learner.critic.values(inputs, part)
-        loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
-        learner.critic_optimizer.backward(settings.value_coef * loss.loss_sum / tokens)
-        totals.sums["value_loss"] += float(loss.loss_sum.detach())
-        totals.sums["value_clipped"] += float(loss.clipped_sum)
+    before = copy.deepcopy(totals)
+
+    def passes(rows: int) -> None:
+        for _, part, inputs in micro_batches(experience, activations, mini, rows):
+            values = learner.critic.values(inputs, part)
+            loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
+            learner.critic_optimizer.backward(settings.value_coef * loss.loss_sum / tokens)
+            totals.sums["value_loss"] += float(loss.loss_sum.detach())
+            totals.sums["value_clipped"] += float(loss.clipped_sum)
+
+    def undo() -> None:
+        learner.critic_optimizer.discard()
+        totals.restore(copy.deepcopy(before))
+
+    sizes.critic.fitting(passes, len(mini), undo)
     totals.critic.add(experience, mini, with_last=False)
     totals.sums["critic_tokens"] += tokens
     totals.sums["critic_grad_norm"] += learner.critic_optimizer.step()
@@ -124,12 +147,55 @@ def _actor_step(
     settings: PpoSection,
     temperature: float,
     totals: _Totals,
+    sizes: BatchSizes,
 ) -> bool:
     """One mini-batch for the actor; False when `target_kl` was reached and the step was dropped."""
     tokens = int(experience.response_mask[mini].sum())
+    before = copy.deepcopy(totals)
+
+    def undo() -> None:
+        learner.actor_optimizer.discard()
+        totals.restore(copy.deepcopy(before))
+
+    approx_kl = sizes.actor.fitting(
+        lambda rows: _actor_passes(learner, experience, activations, mini, settings, temperature, totals, rows),
+        len(mini),
+        undo,
+    )
+    totals.sums["approx_kl"] += approx_kl
+    totals.actor.add(experience, mini, with_last=False)
+    totals.sums["actor_tokens"] += tokens
+    if settings.target_kl is not None and approx_kl / tokens >= settings.target_kl:
+        learner.actor_optimizer.discard()
+        totals.sums["skipped"] += 1
+        log.warning(
+            "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of %d",
+            approx_kl / tokens,
+            settings.target_kl,
+            totals.sums["epochs_run"] + 1,
+            settings.num_epochs,
+        )
+        return False
+    totals.sums["actor_grad_norm"] += learner.actor_optimizer.step()
+    totals.sums["actor_steps"] += 1
+    return True
+
+
+def _actor_passes(
+    learner: Learner,
+    experience: Experience,
+    activations: Activations,
+    mini: Tensor,
+    settings: PpoSection,
+    temperature: float,
+    totals: _Totals,
+    rows: int,
+) -> float:
+    """The gradients of one mini-batch, `rows` at a time; returns the sum over tokens of KL(old, new)."""
+    tokens = int(experience.response_mask[mini].sum())
     wanted: Entropy = "learn" if settings.entropy_coef else "report"
     approx_kl = 0.0
-    for _, part, inputs in micro_batches(experience, activations, mini, settings.micro_batch_size):
+    for _, part, inputs in micro_batches(experience, activations, mini, rows):
         mask = part.response_mask
         log_probs, entropy = learner.actor.log_probs(inputs, part, temperature, entropy=wanted)
         loss = policy_loss(
@@ -159,23 +225,7 @@ def _actor_step(
             int(mask.sum()), head_trained=learner.actor.head.weight.requires_grad, entropy=wanted
         )
         totals.maxima["ratio"] = max(totals.maxima["ratio"], float(loss.ratio_max))
-    totals.sums["approx_kl"] += approx_kl
-    totals.actor.add(experience, mini, with_last=False)
-    totals.sums["actor_tokens"] += tokens
-    if settings.target_kl is not None and approx_kl / tokens >= settings.target_kl:
-        learner.actor_optimizer.discard()
-        totals.sums["skipped"] += 1
-        log.warning(
-            "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of %d",
-            approx_kl / tokens,
-            settings.target_kl,
-            totals.sums["epochs_run"] + 1,
-            settings.num_epochs,
-        )
-        return False
-    totals.sums["actor_grad_norm"] += learner.actor_optimizer.step()
-    totals.sums["actor_steps"] += 1
-    return True
+    return approx_kl
 
 
 def _metrics(totals: _Totals, learner: Learner, stopped: bool) -> dict[str, float]:

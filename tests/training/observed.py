@@ -126,7 +126,13 @@ class Scene:
     def base(self, config: RunConfig) -> Base:
         """The model as the settings cut it, for one use."""
         adapters = config.adapters.model_dump_json()
-        parts = (config.sharing.mode, config.trunk.branch_layers, adapters, config.precision.compute)
+        parts = (
+            config.sharing.mode,
+            config.trunk.branch_layers,
+            adapters,
+            config.precision.compute,
+            config.memory.attention,
+        )
         base = self.once((*parts, config.sampling.extra_eos_token_ids), lambda: load_base(config))
         return replace(base, policy=copy.deepcopy(base.policy))
 
@@ -270,6 +276,10 @@ def adapter_sizes(scene: Scene, config: RunConfig) -> list[int]:
 
 def compute_type(scene: Scene, config: RunConfig) -> torch.dtype:
     return scene.base(config).policy.branch.compute_dtype
+
+
+def attention_kernel(scene: Scene, config: RunConfig) -> str:
+    return scene.base(config).policy.branch.body.config._attn_implementation
 
 
 def threads(scene: Scene, config: RunConfig) -> int:

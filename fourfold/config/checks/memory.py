@@ -1,4 +1,4 @@
-"""Optimizers and where their states are."""
+"""Optimizers, where their states are, and attention kernels."""
 
 from __future__ import annotations
 
@@ -69,4 +69,18 @@ def in_backward(config: RunConfig) -> Iterator[str]:
         yield (
             f"ppo.target_kl: given {config.ppo.target_kl:g}, which drops a step after its backward pass, but "
             f"{because}; leave target_kl out"
+        )
+
+
+def attention(config: RunConfig) -> Iterator[str]:
+    kernel = config.memory.attention
+    if kernel in ("flash_attention_2", "flex_attention") and config.system.device == "cpu":
+        yield (
+            f"memory.attention: given {kernel!r} beside system.device = 'cpu', which cannot train with it; "
+            "allowed there: 'auto', 'eager', 'sdpa'"
+        )
+    elif kernel == "flash_attention_2" and config.precision.compute == "float32":
+        yield (
+            "memory.attention: 'flash_attention_2' computes in bfloat16 only, and precision.compute = 'float32'; set "
+            "precision.compute = 'bfloat16', or memory.attention = 'sdpa'"
         )

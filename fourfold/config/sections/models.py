@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fourfold.config.sections.base import Count, PositiveFloat, PositiveInt, Section
+from fourfold.config.sections.base import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class ModelSection(Section):
@@ -79,6 +79,24 @@ class MemorySection(Section):
         default=False,
         description="Step each parameter as soon as its gradient is there, and free the gradient: at most a few exist. "
         "Needs max_grad_norm = 0 and one micro-batch an optimizer step. Updates stay the same bit for bit.",
+    )
+    activation_offload: bool = Field(
+        default=False,
+        description="What backward passes of trained roles need waits in pinned host memory (on CUDA) or in a file of "
+        "the temporary folder (on the CPU). Updates stay the same bit for bit.",
+    )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+        default="auto",
+        description="Attention kernel of all four roles; 'auto' is transformers' choice, sdpa where a model has it.",
+    )
+    budget_gib: NonNegativeFloat = Field(
+        default=0.0,
+        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU; 0 is no "
+        "limit. A pass that needs more is done again with half the rows.",
+    )
+    count_tensors: bool = Field(
+        default=False,
+        description="Count the bytes of live tensors for memory.jsonl, which slows every operation.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.diagnostics.metrics.metric import Metric
-from fourfold.memory.meter import COUNTED_MODELS, COUNTED_PHASES, DIRECTIONS
+from fourfold.memory.meter import COUNTED_MODELS, COUNTED_PHASES, DIRECTIONS, WORKING
 
 _TIMED = {
     "generate": "sampling the rollout",
@@ -23,6 +23,33 @@ _LARGE = {
     "learn": "lower `ppo.micro_batch_size` or `trunk.branch_layers`; set `sharing.mode` = 'trunk'",
     "save": "none needed while below the peak of learn",
 }
+_HALVED = "memory ran out and it was halved: the log says where and which setting would help"
+_ROWS_AT_ONCE = (
+    Metric(
+        "micro_batch_size",
+        "rows",
+        "rows that actor and critic take at once in learn, the smaller of the two",
+        "none",
+        "`ppo.micro_batch_size`",
+        _HALVED,
+    ),
+    Metric(
+        "score_micro_batch_size",
+        "rows",
+        "rows that a role scores at once, the actor in generate included",
+        "none",
+        "`ppo.micro_batch_size`",
+        _HALVED,
+    ),
+    Metric(
+        "sampling_batch_size",
+        "rows",
+        "rows that are sampled at once",
+        "none",
+        "`sampling.batch_size`, or the rollout where that is 0",
+        _HALVED,
+    ),
+)
 _EXPECTED_PASSES = {
     ("trunk", "forward"): "1 under `sharing.mode` = 'trunk', else 0",
     (
@@ -54,10 +81,24 @@ def _time_and_memory() -> tuple[Metric, ...]:
         )
         for phase, what in _TIMED.items()
     ]
+    roles = [
+        Metric(
+            f"{role}_{phase}_peak_bytes",
+            "bytes",
+            f"most memory held while the {role} worked in {phase}, counted as {phase}_peak_bytes",
+            "none",
+            "steady; where it is far above the other roles' of the phase, that role has the peak",
+            f"too large: as for {phase}_peak_bytes",
+            promised=False,
+        )
+        for phase, role in WORKING
+    ]
     return (
         *seconds,
         Metric("step_seconds", "s", "wall-clock time of the whole step", "none", "steady", "see the phases"),
         *peaks,
+        *roles,
+        *_ROWS_AT_ONCE,
         Metric(
             "tokens_per_second",
             "tokens/s",

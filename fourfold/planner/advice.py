@@ -1,0 +1,162 @@
+"""Which setting would save most when memory has run out: arithmetic on what is resident at that moment.
+
+Only levers that are not on are proposed, in the order of what they save. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fourfold.config.schema import RunConfig
+
+# Settings that leave an update as it is, bit for bit: a run may be taken up again with others.
+RESUMABLE = frozenset(
+    {
+        "memory.activation_offload",
+        "memory.budget_gib",
+        "memory.checkpoint_every",
+        "memory.checkpointing",
+        "memory.count_tensors",
+        "memory.optimizer_residency",
+        "reference.residency",
+        "reward.residency",
+    }
+)
+# Adapters of four roles, gradients of one of them at a time, two moments of two.
+_ADAPTER_COPIES = 4 + 1 + 2 * 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that are resident, by what they are."""
+
+    weights: Mapping[str, int] = field(default_factory=dict)  # by role; shared ones under "trunk" or "base"
+    trained: int = 0  # of the weights, those that are trained
+    gradients: int = 0
+    states: int = 0
+    cache: int = 0  # the trunk's cached activations
+    passing: int = 0  # activations and temporary tensors of the pass that was broken off
+    process: int = 0  # interpreter, libraries, data
+    layers: int = 1  # of the model
+    own_layers: int = 1  # of a trained role
+    hidden: int = 1
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = {
+            **self.weights,
+            "gradients": self.gradients,
+            "optimizer states": self.states,
+            "cached trunk activations": self.cache,
+            "activations and temporary tensors": self.passing,
+            "interpreter, libraries and data": self.process,
+        }
+        return ", ".join(f"{name} {mib(size)}" for name, size in parts.items() if size) or "nothing"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting that would save memory."""
+
+    setting: str
+    value: str
+    saves: int
+
+    def __str__(self) -> str:
+        again = "" if self.setting in RESUMABLE else ", in a new output folder"
+        return f"{self.setting} = {self.value} (about {mib(self.saves)} less{again})"
+
+
+def mib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
+    """Settings that would save memory in this phase, the largest saving first; about batch sizes never while loading.
+
+    The batch sizes that are halved by themselves are not among them.
+    """
+    found = [*_sharing(held, config), *_precision(held, config), *_elsewhere(phase, held, config)]
+    if phase != "load":
+        found += _shorter(held, config)
+    if phase in ("learn", "sft", "reward"):
+        found += _activations(held, config)
+    return sorted((each for each in found if each.saves > 0), key=lambda each: -each.saves)
+
+
+def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
+    """One copy of the lower layers, or of all, instead of four."""
+    weights, learning = sum(held.weights.values()), held.gradients + held.states
+    narrow = 0.5 if config.precision.compute == "bfloat16" else 1.0
+    mode = config.sharing.mode
+    if mode == "none":
+        whole = max(held.weights.values(), default=0)
+        own = min(config.trunk.branch_layers / held.layers, 1.0)
+        after = whole * (1 - own) * narrow + own * (weights + learning)
+        yield Advice("sharing.mode", '"trunk"', round(weights + learning - after))
+        after = whole * narrow + _adapters(whole, held, config)
+        yield Advice("sharing.mode", '"adapters"', round(weights + learning - after))
+    elif mode == "trunk":
+        own = weights - held.weights.get("trunk", 0)
+        half = config.trunk.branch_layers // 2
+        if half:
+            share = 1 - half / config.trunk.branch_layers
+            yield Advice("trunk.branch_layers", str(half), round((own + learning) * share))
+    elif held.own_layers > 1:  # adapters: most of what their backward pass keeps lies in the layers that they are on
+        half = held.own_layers // 2
+        yield Advice("adapters.layers", str(half), round((learning + held.passing) * (1 - half / held.own_layers)))
+
+
+def _adapters(whole: int, held: Held, config: RunConfig) -> float:
+    """Low-rank factors r (m + n) of matrices m n, taken as square."""
+    return _ADAPTER_COPIES * whole * min(2 * config.adapters.rank / held.hidden, 1.0)
+
+
+def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
+    """Frozen weights, cached and passing activations in half the bytes."""
+    if config.precision.compute == "float32":
+        frozen = sum(held.weights.values()) - held.trained
+        yield Advice("precision.compute", '"bfloat16"', (max(frozen, 0) + held.cache + held.passing) // 2)
+
+
+def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
+    """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
+    for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
+        own = held.weights.get(role, 0)
+        if residency != "stream" and phase == "score":
+            yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
+        elif residency == "keep" and phase in ("generate", "learn", "save", "load"):
+            yield Advice(f"{role}.residency", '"park"', own)
+    if config.memory.optimizer_residency == "keep":
+        yield Advice("memory.optimizer_residency", '"park"', held.states)
+    if "ppo" in config.stages and config.ppo.optimizer == "adamw":
+        yield Advice("ppo.optimizer", '"adamw_8bit"', held.states // 2 * 3 // 4)
+
+
+def _shorter(held: Held, config: RunConfig) -> Iterator[Advice]:
+    new = config.sampling.max_new_tokens
+    if "ppo" in config.stages and new > 1:
+        share = (new - new // 2) / (config.data.max_prompt_tokens + new)
+        yield Advice("sampling.max_new_tokens", str(new // 2), round((held.cache + held.passing) * share))
+    ppo = config.ppo
+    half = ppo.rollout_batch_size // 2
+    if (
+        "ppo" in config.stages
+        and half
+        and half % ppo.mini_batch_size == half % config.sampling.responses_per_prompt == 0
+    ):
+        yield Advice("ppo.rollout_batch_size", str(half), held.cache // 2)
+
+
+def _activations(held: Held, config: RunConfig) -> Iterator[Advice]:
+    """Both keep one layer's activations at a time."""
+    saves = round(held.passing * (1 - 1 / max(held.own_layers, 1)))
+    if config.memory.checkpointing == "none":
+        yield Advice("memory.checkpointing", '"layers"', saves)
+    if not config.memory.activation_offload:
+        # Beside checkpointing only the layers' inputs are left to move.
+        yield Advice(
+            "memory.activation_offload", "true", saves if config.memory.checkpointing == "none" else saves // 2
+        )

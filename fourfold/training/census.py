@@ -1,0 +1,100 @@
+"""What is resident while a stage runs, and what would save most of it: asked when memory has run out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from fourfold.backends.base import RoleOptimizer
+from fourfold.config.schema import RunConfig
+from fourfold.memory.budget import Budget, Shortage, give_back, stops_when_short, tensor_bytes
+from fourfold.memory.meter import PhaseMeter
+from fourfold.models.loading import Base
+from fourfold.planner.advice import Held, advice
+
+# Settings named when the run goes on, and when it has to stop.
+WHILE_IT_GOES_ON, WHEN_IT_STOPS = 1, 3
+
+
+@dataclass
+class Census:
+    """Counts what a stage holds; made when weights and optimizer states are there and nothing is being computed."""
+
+    config: RunConfig
+    base: Base
+    trained: Mapping[str, nn.Module]
+    optimizers: Iterable[RoleOptimizer]
+    weights: Callable[[], Mapping[str, int]]
+    cached: Callable[[], int] | None = None  # activations of the trunk; else `cached_bytes` says
+
+    def __post_init__(self) -> None:
+        if self.budget.bytes:
+            give_back()
+        self.cached_bytes = 0
+        self._process = 0
+        if self.budget.device.type != "cuda":
+            self._process = max(self.budget.resident() - self._known(), 0)
+
+    @property
+    def budget(self) -> Budget:
+        """The memory that the run may take."""
+        return self.base.budget
+
+    def _cached(self) -> int:
+        return self.cached_bytes if self.cached is None else self.cached()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.trained.values() for p in module.parameters() if p.requires_grad]
+
+    def _known(self) -> int:
+        states = sum(optimizer.state_bytes() for optimizer in self.optimizers)
+        gradients = tensor_bytes(p.grad for p in self._parameters())
+        return sum(self.weights().values()) + states + gradients + self._cached()
+
+    def held(self, resident: int) -> Held:
+        """What is resident now, when all of it together is `resident` bytes."""
+        own = [module.get_submodule("branch") for module in self.trained.values()]
+        config = self.base.config
+        return Held(
+            weights=self.weights(),
+            trained=tensor_bytes(self._parameters()),
+            gradients=tensor_bytes(p.grad for p in self._parameters()),
+            states=sum(optimizer.state_bytes() for optimizer in self.optimizers),
+            cache=self._cached(),
+            passing=max(resident - self._known() - self._process, 0),
+            process=self._process,
+            layers=int(getattr(config, "num_hidden_layers", 1)),
+            own_layers=max(int(getattr(part, "num_layers", 1)) for part in own),
+            hidden=int(getattr(config, "hidden_size", 1)),
+        )
+
+    @contextlib.contextmanager
+    def phase(self, meter: PhaseMeter, name: str) -> Iterator[None]:
+        """Within, the meter measures this phase, and a shortage that no smaller pass can help ends the run."""
+        with stops_when_short(name, "", self.budget, self.describe), meter.phase(name):
+            yield
+
+    def describe(self, shortage: Shortage) -> str:
+        """What ran out, what is resident, and which settings would help most."""
+        held = self.held(shortage.resident_bytes)
+        proposed = advice(shortage.phase, held, self.config)
+        proposed = proposed[: WHEN_IT_STOPS if shortage.rows <= 1 else WHILE_IT_GOES_ON]
+        helps = "; ".join(map(str, proposed)) or "no setting that is not on; take more memory or a smaller model"
+        return f"{shortage}. Resident: {held.describe()}. Would help most: {helps}"
+
+
+def stage_census(
+    config: RunConfig, base: Base, name: str, role: nn.Module, optimizer: RoleOptimizer, cached: Callable[[], int]
+) -> Census:
+    """Of a supervised stage, which trains one role beside the base."""
+
+    def weights() -> dict[str, int]:
+        own = tensor_bytes(role.parameters())
+        shared = [base.policy, *([] if base.trunk is None else [base.trunk])]
+        both = tensor_bytes(p for module in (role, *shared) for p in module.parameters())
+        return {name: own, "base" if base.trunk is None else "trunk": both - own}
+
+    return Census(config, base, {name: role}, (optimizer,), weights, cached)

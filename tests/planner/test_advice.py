@@ -1,0 +1,91 @@
+"""The setting that saves most, by arithmetic that can be done by hand; every setting named exists."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from fourfold.config.describe import all_settings
+from fourfold.config.loading import parse_config
+from fourfold.config.schema import RunConfig
+from fourfold.planner.advice import RESUMABLE, Held, advice
+
+PHASES = ("load", "generate", "score", "learn", "sft", "reward", "save")
+
+
+def config(**sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output": "runs/x",
+        "model": {"path": "m"},
+        "stages": ["ppo"],
+        "data": {"prompts": {"path": "p.jsonl"}, "max_prompt_tokens": 8},
+        "reward": {"source": "function", "function": "m:f"},
+        "critic": {"init": "actor"},
+        "precision": {"compute": "bfloat16"},
+        "sampling": {"max_new_tokens": 24},
+    }
+    return parse_config(tree | sections, "test")
+
+
+def by_setting(phase: str, held: Held, settings: RunConfig) -> dict[str, tuple[str, int]]:
+    return {each.setting: (each.value, each.saves) for each in advice(phase, held, settings)}
+
+
+FOUR = {"actor": 400, "critic": 400, "reference": 400, "reward": 400}
+
+
+def test_separate_models_would_share() -> None:
+    """10 layers, branches of 4: 0.6 of one model in half the bytes, and 0.4 of everything that there is now."""
+    held = Held(weights=FOUR, trained=800, gradients=400, states=1600, layers=10, own_layers=10, hidden=64)
+    found = advice("load", held, config(sharing={"mode": "none"}, precision={"compute": "bfloat16"}))
+    saves = {each.value: each.saves for each in found if each.setting == "sharing.mode"}
+    assert saves['"trunk"'] == 3600 - (0.6 * 400 * 0.5 + 0.4 * 3600)
+    assert saves['"adapters"'] == 3600 - (200 + 9 * 400 * 32 / 64)
+    assert found[0].saves == max(saves.values())
+
+
+def test_a_shorter_branch_halves_what_lies_above_the_trunk() -> None:
+    held = Held(weights={"trunk": 1000, "actor": 100, "critic": 100, "reference": 50}, states=400, gradients=100)
+    found = by_setting("load", held, config(trunk={"branch_layers": 4}))
+    assert found == {"trunk.branch_layers": ("2", (250 + 500) // 2)}
+
+
+def test_checkpointing_keeps_one_layer_of_activations() -> None:
+    held = Held(weights={"trunk": 10}, passing=1000, own_layers=4)
+    found = by_setting("learn", held, config())
+    assert found["memory.checkpointing"] == ('"layers"', 750)
+    assert found["memory.activation_offload"] == ("true", 750)
+    assert found["sampling.max_new_tokens"] == ("12", 375)
+    assert "memory.checkpointing" not in by_setting("score", held, config())
+
+
+def test_a_lever_that_is_on_is_not_proposed() -> None:
+    held = Held(weights={"trunk": 10}, passing=1000, own_layers=4)
+    on = config(memory={"checkpointing": "layers", "activation_offload": True})
+    assert not {"memory.checkpointing", "memory.activation_offload"} & by_setting("learn", held, on).keys()
+
+
+@pytest.mark.parametrize("mode", ["none", "trunk", "adapters"])
+def test_every_setting_that_is_proposed_exists_and_load_says_nothing_of_batches(mode: str) -> None:
+    """FAULTS J5, J10."""
+    weights = {"none": FOUR, "trunk": {"trunk": 900} | FOUR, "adapters": {"base": 900} | FOUR}[mode]
+    held = Held(weights, 800, 400, 1600, 700, 900, 100, layers=8, own_layers=8, hidden=64)
+    settings = config(
+        sharing={"mode": mode}, precision={"compute": "float32"}, ppo={"mini_batch_size": 8, "micro_batch_size": 8}
+    )
+    named = {phase: set(by_setting(phase, held, settings)) for phase in PHASES}
+    assert all(named.values())
+    assert set(itertools.chain(*named.values())) | RESUMABLE <= all_settings().keys()
+    assert not any("batch" in name or "max_new" in name for name in named["load"])
+    for phase in PHASES:
+        saves = [each.saves for each in advice(phase, held, settings)]
+        assert saves == sorted(saves, reverse=True) and min(saves) > 0
+
+
+def test_what_is_exact_can_be_switched_on_in_the_same_folder() -> None:
+    held = Held(weights={"trunk": 10}, passing=1 << 20, own_layers=4)
+    texts = {each.setting: str(each) for each in advice("learn", held, config())}
+    assert texts["memory.checkpointing"] == 'memory.checkpointing = "layers" (about 0.8 MiB less)'
+    assert "in a new output folder" in texts["sampling.max_new_tokens"]
