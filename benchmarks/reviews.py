@@ -27,6 +27,17 @@ AFTER = (
     ("ref_log_prob_per_token", "nats", None),
 )
 PACKAGES = ("torch", "transformers", "numpy")
+STAGES = ("sft", "reward", "ppo")
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """A run's summary; the seconds of a stage are the stage's own, because it may have been run by itself before."""
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    for stage in STAGES:
+        done = json.loads((run / stage / "done.json").read_text(encoding="utf-8"))
+        summary["seconds"][stage] = done["seconds"]
+        summary["peak_bytes"][stage] = done["peak_bytes"]
+    return summary
 
 
 def figures(summaries: Sequence[dict[str, Any]]) -> list[Figure]:
@@ -41,9 +52,9 @@ def figures(summaries: Sequence[dict[str, Any]]) -> list[Figure]:
     found.append(Figure.of("distinct_2: after / before", kept, "ratio", ">= 0.85"))
     accuracy = [s["reward_model"]["pair_accuracy"] for s in summaries]
     found.append(Figure.of("reward model: accuracy on held-out pairs of the example's length", accuracy, "share"))
-    for phase in ("load", "sft", "reward", "ppo"):
+    for phase in ("load", *STAGES):
         found.append(Figure.of(f"seconds of {phase}", [s["seconds"][phase] for s in summaries], "s"))
-    stages = [sum(s["seconds"][phase] for phase in ("sft", "reward", "ppo")) for s in summaries]
+    stages = [sum(s["seconds"][phase] for phase in STAGES) for s in summaries]
     found.append(Figure.of("seconds of the three stages", stages, "s", "< 300"))
     peaks = [max(s["peak_bytes"].values()) / 2**20 for s in summaries]
     found.append(Figure.of("peak resident memory", peaks, "MiB"))
@@ -55,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reviews", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     runs = parser.parse_args(arguments).runs
-    summaries = [json.loads((run / "summary.json").read_text(encoding="utf-8")) for run in runs]
+    summaries = [read_summary(run) for run in runs]
     configs = [saved_config(run).model_dump(mode="json", exclude={"output", "seed"}) for run in runs]
     if any(config != configs[0] for config in configs):
         parser.error("the runs have different settings; give runs that differ in seed and output only")
