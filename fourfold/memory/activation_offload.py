@@ -95,7 +95,8 @@ def _to_host(content: Tensor) -> Fetch:
 def _to_file(content: Tensor, file: _File) -> Fetch:
     grain, size = mmap.ALLOCATIONGRANULARITY, content.numel()
     start = -(-os.fstat(file.descriptor).st_size // grain) * grain
-    left = memoryview(content.numpy())
+    array: Any = content.numpy()
+    left = memoryview(array)
     while len(left):  # one call writes 2 GiB at most
         left = left[os.pwrite(file.descriptor, left, start + size - len(left)) :]
 

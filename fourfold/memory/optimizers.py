@@ -8,6 +8,7 @@ within the bound in planner/levers.py, and slower steps on a CPU; parking a read
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,8 @@ def make_adamw(parameters: list[nn.Parameter], settings: OptimizerSection) -> to
     paged = settings.optimizer.startswith("paged")
     if paged and any(p.device.type != "cuda" for p in parameters):
         raise ValueError(f"optimizer = {settings.optimizer!r} needs a CUDA device; on a CPU try 'adamw_8bit'")
-    from bitsandbytes.optim import AdamW, AdamW8bit
-
-    kind = AdamW8bit if settings.optimizer.endswith("8bit") else AdamW
+    library: Any = importlib.import_module("bitsandbytes.optim")
+    kind = library.AdamW8bit if settings.optimizer.endswith("8bit") else library.AdamW
     return kind(groups, **given, weight_decay=0.0, is_paged=paged)
 
 

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -95,14 +95,16 @@ class DiskStore:
 
     def write(self, start: int, source: Tensor) -> None:
         """pwrite(2)."""
-        rest = memoryview(source.cpu().numpy())
+        array: Any = source.cpu().numpy()
+        rest = memoryview(array)
         while rest:
             done = os.pwrite(self._file, rest, start)
             start, rest = start + done, rest[done:]
 
     def read(self, start: int, target: Tensor) -> None:
         """preadv(2), straight into the tensor's memory; other threads run meanwhile."""
-        rest = memoryview(target.numpy())
+        array: Any = target.numpy()
+        rest = memoryview(array)
         while rest:
             done = os.preadv(self._file, [rest], start)
             assert done > 0, "the file holds what was written"

@@ -41,11 +41,12 @@ def add_adapters(part: Part, settings: AdaptersSection, *, seed: int) -> None:
 
     layers = nn.ModuleList(part.layers)
     targets = _targets(layers, settings.targets)
+    alpha: Any = settings.alpha  # annotated as an integer there, and only ever divided
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,
+            lora_alpha=alpha,
             target_modules=targets,
             use_dora=settings.dora,
             use_rslora=settings.rslora,

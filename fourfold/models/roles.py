@@ -9,7 +9,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -215,5 +215,6 @@ def checksum(modules: Iterable[nn.Module]) -> str:
         for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
             tensor = tensor if held is None else held.read(tensor)
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            digest.update(content)
     return digest.hexdigest()

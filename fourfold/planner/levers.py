@@ -104,6 +104,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="small products are slower",
         change="bounded",
         bound=1e-4,
+        excludes=("optimizer in backward",),
     ),
     Lever(
         name="park reference",

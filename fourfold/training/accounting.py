@@ -49,7 +49,7 @@ class Accountant:
 
     def __init__(self, models: FourModels, memory: MemorySection) -> None:
         again = len(models.actor.branch.layers[:: memory.checkpoint_every])
-        self._again = {
+        self._again: dict[str, Any] = {
             "layers_again": again if memory.checkpointing == "layers" else 0,
             "attentions_again": again if memory.checkpointing == "attention" else 0,
         }

@@ -79,7 +79,7 @@ def test_eight_bits_hold_two_bytes_a_parameter_and_stay_near() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_maker_gets_the_same_numbers(kind: str) -> None:
+def test_every_maker_gets_the_same_numbers(kind: Any) -> None:
     """FAULTS G10: rate, betas, epsilon and decay; norms and biases are not decayed, whatever a maker's default is."""
     net = Net()
     given = OptimizerSection(optimizer=kind, learning_rate=0.03, betas=(0.8, 0.7), eps=1e-5, weight_decay=0.25)

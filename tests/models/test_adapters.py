@@ -64,7 +64,7 @@ def test_the_product_is_that_of_the_paper(kind: dict[str, Any], scale: float) ->
     """W x + alpha / r * B A x, and alpha / sqrt(r) with rsLoRA."""
     part, _ = adapted(alpha=8.0, **kind)
     shake(part)
-    layer: Any = part.body.layers[0].self_attn.q_proj
+    layer: Any = part.get_submodule("body.layers.0.self_attn.q_proj")
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     torch.testing.assert_close(layer(x), x @ layer.base_layer.weight.T + scale * (x @ a.T) @ b.T, rtol=1e-5, atol=1e-5)

@@ -49,7 +49,8 @@ def test_separate_models_would_share() -> None:
 def test_a_shorter_branch_halves_what_lies_above_the_trunk() -> None:
     held = Held(weights={"trunk": 1000, "actor": 100, "critic": 100, "reference": 50}, states=400, gradients=100)
     found = by_setting("load", held, config(trunk={"branch_layers": 4}))
-    assert found == {"trunk.branch_layers": ("2", (250 + 500) // 2)}
+    assert found["trunk.branch_layers"] == ("2", (250 + 500) // 2)
+    assert found["memory.optimizer_residency"] == ('"park"', 400) and found["reference.residency"] == ('"park"', 50)
 
 
 def test_checkpointing_keeps_one_layer_of_activations() -> None:

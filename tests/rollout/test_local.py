@@ -162,7 +162,7 @@ def small_base(mode: str) -> tuple[Base, Any]:
     depth = 1 if mode == "trunk" else 0
     trunk = cut(model, 0, 1, compute_dtype=torch.float32) if depth else None
     policy = Policy(cut(model, depth, 2, compute_dtype=torch.float32), LanguageHead.of(model))
-    return Base(tiny_tokenizer(False), model.config, trunk, policy, frozenset({7}), 0), whole
+    return Base(tiny_tokenizer(False), model.config, trunk, policy, trunk is not None, frozenset({7}), 0), whole
 
 
 @pytest.mark.parametrize("mode", MODES)

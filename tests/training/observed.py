@@ -278,7 +278,7 @@ def compute_type(scene: Scene, config: RunConfig) -> torch.dtype:
     return scene.base(config).policy.branch.compute_dtype
 
 
-def attention_kernel(scene: Scene, config: RunConfig) -> str:
+def attention_kernel(scene: Scene, config: RunConfig) -> str | None:
     return scene.base(config).policy.branch.body.config._attn_implementation
 
 

@@ -296,7 +296,7 @@ def test_an_older_schema_is_filled_in_with_a_warning(tmp_path: Path) -> None:
 
 def test_a_newer_schema_stops_instead_of_losing_steps(tmp_path: Path) -> None:
     save(CheckpointStore(tmp_path, 1, schema=Schema(3)), 5)
-    with pytest.raises(ValueError, match=r"newer version of fourfold \(schema 3; this one reads up to 1\)"):
+    with pytest.raises(ValueError, match=r"newer version of fourfold \(schema 3; this one reads up to 2\)"):
         CheckpointStore(tmp_path, 1).latest()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fourfold.algorithms.log_probs import fused_log_probs
+from fourfold.memory.budget import BatchSizes
 from fourfold.models import heads
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.training.state import Progress
@@ -57,7 +58,8 @@ def step_with(trainer: Trainer, mini: int, micro: int, epochs: int, sampled: int
         batch_size=sampled,
         score_batch_size=micro,
     )
-    trainer.sampler = LocalSampler(trainer.models.base, trainer.models.actor, sampling)
+    trainer.sizes = BatchSizes.of(trainer.config.ppo, sampled)
+    trainer.sampler = LocalSampler(trainer.models.base, trainer.models.actor, sampling, trainer.sizes)
     trainer.progress = Progress(kl_coef=trainer.config.ppo.kl_coef)
     return trainer.step()
 

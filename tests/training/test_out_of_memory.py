@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.batch import Rollout
 from fourfold.config.describe import all_settings
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import Budget, OverBudget, give_back, ran_out
 from fourfold.models.assembly import assemble
 from fourfold.models.loading import load_base
+from fourfold.models.roles import Activations
 from fourfold.training import reward_model, supervised, update
 from fourfold.training.pipeline import prepare
 from fourfold.training.trainer import Trainer
@@ -170,13 +172,21 @@ def test_score_takes_fewer_rows_and_asks_the_reward_once_a_row(scene: Scene, rol
     expected, _ = smaller._score(rollout, activations)
     asked: list[int] = []
     reward = trainer.reward
-    trainer.reward = lambda inputs, part: (asked.append(len(part.sequences)), reward(inputs, part))[1]
+
+    def counted(activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        asked.append(len(rollout.sequences))
+        return reward(activations, rollout)
+
+    trainer.reward = counted
     break_passes(getattr(trainer.models, role).branch, MemoryError, first=0, backward=False, grad=False)
     scored, valid = trainer._score(rollout, activations)
     assert sum(asked) == len(rollout.sequences) and max(asked) == LARGE
     assert trainer.sizes.score.size == LARGE and bool(valid.all())
+    # One role after the other: the reference was through, in larger passes, before the critic ran out.
+    earlier = {"ref_log_probs", "kl"} if role == "critic" else set()
     for name in ("ref_log_probs", "values", "last_values", "scores", "kl"):
-        assert torch.equal(getattr(scored, name), getattr(expected, name)), name
+        ours, theirs = getattr(scored, name), getattr(expected, name)
+        assert torch.allclose(ours, theirs, atol=1e-5) if name in earlier else torch.equal(ours, theirs), name
 
 
 def test_generate_takes_fewer_rows_and_draws_the_same(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -285,26 +295,25 @@ def test_the_role_that_does_not_fit_is_named_with_bytes_and_options(
     assert "batch_size" not in text
     named = settings_named(text) - {"memory.budget_gib"}
     assert named and named <= all_settings().keys()
-    assert ("sharing.mode" in named) == (sharing == "none")
+    assert "memory.optimizer_residency" in named, "Adam's moments are the most of what these tiny roles need"
 
 
 def test_what_filled_the_memory_is_gone_before_the_second_try(scene: Scene) -> None:
     trainer = trainer_for(scene)
-    graphs: list[Any] = []
+    broken: list[Any] = []
 
     class Token:
         """Dies with the graph whose hook holds it."""
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if torch.is_grad_enabled():
-            graphs_alive = [reference() is not None for reference in graphs]
-            assert not any(graphs_alive), "a graph of before is still there"
+            assert not any(reference() for reference in broken), "the graph of the pass that ran out is still there"
             token = Token()
-            graphs.append(weakref.ref(token))
             output.register_hook(lambda gradient, token=token: None)
             if len(output) > LARGE:
+                broken.append(weakref.ref(token))
                 raise MemoryError
 
     trainer.models.critic.branch.register_forward_hook(hook)
     trainer.step()
-    assert trainer.sizes.critic.size == LARGE and len(graphs) > 2
+    assert trainer.sizes.critic.size == LARGE and len(broken) == 1

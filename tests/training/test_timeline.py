@@ -31,7 +31,7 @@ def test_count_tensors_fills_in_the_bytes_of_live_tensors(tmp_path: Path) -> Non
     """FAULTS J8, I5: peaks by phase and role; saving takes no more than training."""
     rows, metrics = timeline(tmp_path, count_tensors=True)
     [resident] = [row for row in rows if row["kind"] == "resident"]
-    assert {"actor", "critic", "reference"} <= resident.keys() and resident["actor"] == resident["critic"] > 0
+    assert {"actor", "critic", "reference"} <= resident.keys() and min(resident["actor"], resident["critic"]) > 0
     spans = [row for row in rows if row["kind"] == "span"]
     for step in (1, 2):
         found = {(row["phase"], row["role"]): row for row in spans if row["step"] == step}

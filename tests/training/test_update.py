@@ -55,6 +55,9 @@ class Recording:
     def discard(self) -> None:
         self.module.zero_grad(set_to_none=True)
 
+    def state_bytes(self) -> int:
+        return 0
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
