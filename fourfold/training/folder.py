@@ -83,19 +83,27 @@ class RunFolder:
     def require_same_settings(self, config: RunConfig) -> None:
         """Make sure that a run that was started here had these settings.
 
-        `stages`, `system` and the exact settings of `memory` may differ: they say how much is run, where and in how
-        much room, not what comes out; so a run that memory has stopped can go on with a lever that saves some.
+        `stages`, `system` and the settings of `RESUMABLE` may differ: they say how much is run, where and in how much
+        room, not what comes out; so a run that memory has stopped can go on with a lever that saves some.
         """
         path = self.root / CONFIG
         if not path.is_file():
             return
-        free: dict[str, Any] = {"stages": True, "system": True, "memory": {key.split(".")[1] for key in RESUMABLE}}
-        before, now = (c.model_dump(exclude=free) for c in (load_config(path), config))
+        before, now = (_lasting(c) for c in (load_config(path), config))
         if changed := sorted(_differences(before, now)):
             raise ValueError(
                 f"{path} was made with other settings: {'; '.join(changed[:8])}. A run goes on only with its own "
                 "settings; use another output folder, or remove this one"
             )
+
+
+def _lasting(config: RunConfig) -> dict[str, Any]:
+    """The settings that a run keeps from its start to its end."""
+    free: dict[str, Any] = {"stages": True, "system": True}
+    for key in RESUMABLE:
+        section, _, name = key.partition(".")
+        free.setdefault(section, set()).add(name)
+    return config.model_dump(exclude=free)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

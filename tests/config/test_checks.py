@@ -224,5 +224,5 @@ def test_residency_of_what_is_not_there_is_ignored() -> None:
     function = ["reward.source=function", "reward.function=a:b", "critic.init=actor", NO_PAIRS]
     [problem] = found(*function, "reward.residency=park")
     assert "has no reward model" in problem
-    assert all("has no ppo" in p for p in found('stages=["sft"]', "reference.residency=park"))
-    assert len(found('stages=["sft"]', "reference.residency=park")) == 1
+    # `fourfold sft CONFIG` and `fourfold ppo CONFIG` read the same file.
+    assert found('stages=["sft"]', "reference.residency=park", "reward.residency=stream") == []

@@ -146,10 +146,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
 
 
 def test_other_settings_are_refused_and_named(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """`system` may differ: it says where a run is carried out, not what comes out."""
+    """`system` and exact levers may differ: they say where a run is carried out and in how much room, not what comes
+    out."""
     with pytest.raises(ValueError, match=r"made with other settings: sampling\.temperature was 0\.9, is 0\.8"):
         run(ppo_only(tmp_path, "undisturbed", sampling={"temperature": 0.8}))
     run(ppo_only(tmp_path, "undisturbed", system={"threads": 0}))
+    levers = {"memory": {"checkpointing": "layers", "optimizer_residency": "park"}, "reference": {"residency": "park"}}
+    run(ppo_only(tmp_path, "undisturbed", **levers))
     same(outcome(tmp_path / "undisturbed"), undisturbed)
 
 

@@ -43,9 +43,6 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         reason = f"reward.source = {config.reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)
         because(reason, "data", "pairs", "pairs_test")
-    if "ppo" not in config.stages:
-        because(f"stages = {list(config.stages)} has no ppo", "reference", *type(config.reference).model_fields)
-        because(f"stages = {list(config.stages)} has no ppo", "reward", "residency")
     if config.ppo.kl_controller == "fixed":
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:
