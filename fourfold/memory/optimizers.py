@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.schema import OptimizerSection
+from fourfold.memory.budget import tensor_bytes
 from fourfold.memory.offload import Parked
 from fourfold.memory.stores import layout_of, store_below
 
@@ -137,9 +138,8 @@ class States:
 
     def resident_bytes(self) -> int:
         """Bytes of the states that are in memory now."""
-        held = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        return sum(storages.values())
+        states = self._optimizer.state.values()
+        return tensor_bytes(t for state in states for t in state.values() if isinstance(t, Tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own, with the numbers of what is parked."""

@@ -1,7 +1,8 @@
 """Every memory lever, declared once: what it is called, what switches it on, what it saves, costs, changes, excludes.
 
-docs/memory.md, the tests of whole updates (tests/training/test_levers.py) and benchmarks/levers.py are made from this
-list; the mechanism lies in the module of `memory/` or `models/` that bears the lever's name or is named in `where`.
+tests/training/test_levers.py runs whatever stands in this list, and every pair, on a whole update; docs/memory.md tells
+the same for people, and benchmarks/levers.py measures it at a real model's sizes. The mechanism lies
+in the module named in `where`.
 """
 
 from __future__ import annotations
