@@ -94,7 +94,10 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         # By identity: tied weights are one parameter under two names.
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
-        if unique:
+        outside = getattr(getattr(models, name, None), "outside_torch", None)
+        if outside is not None:
+            rows.append(RoleRow(name, outside.parameters, 0, outside.dtype, outside.where, outside.bytes))
+        elif unique:
             held = residency_of(getattr(models, name, None))
             rows.append(_role_row(name, list(unique.values()), "" if held is None else held.where))
     return rows

@@ -10,9 +10,12 @@ from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.models.adapters import is_adapted, is_adapter
+from fourfold.models.external import External, load_external, weight_bytes
 from fourfold.models.loading import Base
+from fourfold.models.onnx import run_by_onnx
 from fourfold.models.products import hold_narrowly
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, copy_scorer, freeze, make_trainable, scorer_on
+from fourfold.models.room import Room
 from fourfold.models.storage import RoleRecord, load_role
 
 
@@ -24,7 +27,7 @@ class FourModels:
     actor: Policy
     critic: Scorer
     reference: Policy
-    reward: Scorer | None
+    reward: Scorer | External | None
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
@@ -35,7 +38,7 @@ class FourModels:
             shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
         return shared
 
-    def own_parameters(self, role: Policy | Scorer) -> list[nn.Parameter]:
+    def own_parameters(self, role: Policy | Scorer | External) -> list[nn.Parameter]:
         """What no other role and no trunk holds."""
         holders = (self.base.trunk, self.base.policy, self.actor, self.critic, self.reference, self.reward)
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
@@ -63,6 +66,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     The actor takes over the base's own weights, so at most four models are resident at any time.
     """
     room = base.room(config)
+    # First, so that what an export takes for a moment lies beside the base only.
+    external = _external(config, room) if config.reward.source == "model" else None
     own = room.planned.weights["actor"]
     fresh = None
     if config.critic.init == "base" or reward is not None:
@@ -101,7 +106,16 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer)
+    return FourModels(base, actor, critic, reference, scorer if external is None else external)
+
+
+def _external(config: RunConfig, room: Room) -> External:
+    """A reward model of another family, run by the engine of the settings."""
+    with room.role("reward", weight_bytes(config.reward.model)):
+        external = load_external(config, room.budget)
+        if config.reward.engine != "torch":
+            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine)
+    return external
 
 
 def set_new_head_bias(critic: Scorer, mean_score: float) -> None:

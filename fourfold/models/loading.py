@@ -112,7 +112,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
 
     log.info("converting %s to %s (once)", file.name, folder)
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    with _no_loading_bar():
+    with no_loading_bar():
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     config: Any = model.config
@@ -145,7 +145,7 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrain
     resolved = resolve_model(path, cache)
     try:
         # Without use_safetensors a folder that holds pickled weights only would be unpickled.
-        with _no_loading_bar():
+        with no_loading_bar():
             loaded = AutoModelForCausalLM.from_pretrained(
                 resolved, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
@@ -166,7 +166,7 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrain
 
 
 @contextlib.contextmanager
-def _no_loading_bar() -> Iterator[None]:
+def no_loading_bar() -> Iterator[None]:
     """Within, transformers shows no bar of weights being put in place; downloads from the hub still show theirs."""
     from transformers.utils import logging as library
 

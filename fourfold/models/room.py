@@ -23,7 +23,8 @@ class Room:
     @classmethod
     def of(cls, config: RunConfig, budget: Budget, whole: int, own: int, layers: tuple[int, int], hidden: int) -> Room:
         """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own."""
-        roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
+        of_base = config.reward.source in ("train", "checkpoint")
+        roles = ["actor", "critic", "reference", *(["reward"] if of_base else [])]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
         planned = Held(
             weights={name: size for name, size in weights.items() if size},

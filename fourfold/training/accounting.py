@@ -17,6 +17,7 @@ from fourfold.memory.meter import PassCounter
 from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
+from fourfold.models.external import External
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
 
@@ -57,7 +58,8 @@ class Accountant:
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
         self._head_trained = models.actor.head.weight.requires_grad
-        self._has_reward = models.reward is not None
+        self._external = models.reward if isinstance(models.reward, External) else None
+        self._has_reward = models.reward is not None and self._external is None
         matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
         self._adapter_parameters = sum(p.numel() for p in matrices)
         roles = {"reference": models.reference, "reward": models.reward}
@@ -68,6 +70,8 @@ class Accountant:
         """Forget what offloaded roles have done between two steps, in an evaluation or in pre-flight."""
         for held in self._offloaded.values():
             held.take()
+        if self._external is not None:
+            self._external.take_work()
 
     def hide_condition(self, generate_seconds: float) -> str:
         """Whether the passes of offloaded roles are shorter than sampling; empty where all are kept in memory."""
@@ -105,6 +109,9 @@ class Accountant:
         self._forward(counter, "critic", "score", whole, self._branch_layers, "scalar")
         if self._has_reward:
             self._forward(counter, "reward", "score", whole, self._branch_layers, "scalar")
+        if self._external is not None:
+            read, flops = self._external.take_work()
+            counter.count("reward", "score", "forward", read.rows, read.tokens, flops)
         trained_roles: tuple[tuple[str, Work, Head], ...] = (("actor", actor, "lm"), ("critic", critic, "scalar"))
         for role, work, head in trained_roles:
             self._forward(counter, role, "learn", work, self._branch_layers, head)

@@ -200,14 +200,14 @@ def _sft_model(folder: RunFolder) -> Path | None:
 
 
 def _reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
-    if config.reward.source == "function":
+    if config.reward.source in ("function", "model"):
         return None
     if config.reward.source == "checkpoint":
         return Path(config.reward.checkpoint).expanduser()
     if folder.finished("reward") is None:
         raise ValueError(
             f"ppo needs a reward model and {folder.stage('reward')} has none; run the stage reward first, "
-            'or set reward.source = "checkpoint" or "function"'
+            'or set reward.source = "checkpoint", "model" or "function"'
         )
     return folder.model("reward")
 

@@ -14,6 +14,9 @@ REWARD_TRAINING = (
     *("init", "num_epochs", "batch_size", "micro_batch_size", "max_pairs", "standardise"),
 )
 
+# What only a reward model of another family reads.
+REWARD_OWN_MODEL = ("model", "label", "template", "max_tokens", "compute", "device", "engine")
+
 
 def ignored_keys(config: RunConfig) -> dict[str, str]:
     """Dotted keys that nothing reads with these settings, and why: giving one is an error, and none is saved."""
@@ -39,6 +42,12 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         # A model answers the same way every time: no use to ask it again, and a score that is not finite stops the run.
         reason = f"reward.source = {config.reward.source!r} calls no function"
         because(reason, "reward", "function", "retries", "on_failure")
+    if config.reward.source != "model":
+        reason = f"reward.source = {config.reward.source!r} brings no model of another family"
+        because(reason, "reward", *REWARD_OWN_MODEL)
+    elif config.reward.engine != "torch":
+        reason = f"reward.engine = {config.reward.engine!r} runs on the CPU and holds its weights itself"
+        because(reason, "reward", "compute", "device", "residency")
     if config.reward.source != "train":
         reason = f"reward.source = {config.reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)
