@@ -127,7 +127,7 @@ def tiny_directory(
 def tiny_classifier(
     path: Path, family: str = "bert", *, labels: tuple[str, ...] = ("SCORE",), seed: int = 0, layers: int = 2
 ) -> Path:
-    """A Hugging Face directory with a random text classifier, "bert" or "llama", and a tokenizer that is not the actor's.
+    """A Hugging Face directory with a random text classifier, "bert" or "llama", and a tokenizer of its own.
 
     Letters are its words: "bert" reads them between [CLS] and [SEP], "llama" after [CLS] as its BOS.
     """

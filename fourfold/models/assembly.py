@@ -14,6 +14,7 @@ from fourfold.models.external import External, load_external, weight_bytes
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
 from fourfold.models.products import hold_narrowly
+from fourfold.models.reference import load_reference
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, copy_scorer, freeze, make_trainable, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.storage import RoleRecord, load_role
@@ -77,9 +78,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     with room.role("actor"):
         if sft is not None:
             load_role(sft, actor, record_for(config, "policy"))
-    with room.role("reference", own):
-        reference = copy_policy(actor, share_head=base.shares_head)
-        freeze(reference)
+    with room.role("reference", weight_bytes(config.reference.model) if config.reference.model else own):
+        reference = load_reference(config, base) if config.reference.model else _frozen_copy(actor, base)
     scorer = None
     critic = fresh
     if reward is not None and fresh is not None:
@@ -107,6 +107,13 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
     return FourModels(base, actor, critic, reference, scorer if external is None else external)
+
+
+def _frozen_copy(actor: Policy, base: Base) -> Policy:
+    """The actor as it is now."""
+    reference = copy_policy(actor, share_head=base.shares_head)
+    freeze(reference)
+    return reference
 
 
 def _external(config: RunConfig, room: Room) -> External:

