@@ -62,8 +62,9 @@ def _require_rows(config: RunConfig, theirs: int, actors: int) -> None:
     if theirs < actors or (full and theirs > actors):
         allowed = "exactly" if full else "at least"
         raise ValueError(
-            f"reference.model: {config.reference.model!r} has logits for {theirs:,} ids, the actor for {actors:,}; allowed "
-            f"with ppo.kl_estimator = {config.ppo.kl_estimator!r}: {allowed} as many; try another size of the family"
+            f"reference.model: {config.reference.model!r} has logits for {theirs:,} ids, the actor for {actors:,}; "
+            f"allowed with ppo.kl_estimator = {config.ppo.kl_estimator!r}: {allowed} as many; try another size of the "
+            "family"
         )
 
 

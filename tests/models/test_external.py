@@ -18,7 +18,6 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget
 from fourfold.models.external import External, load_external
 from tiny import tiny_classifier, tiny_directory
-from tiny_roles import tiny_config
 
 PROMPTS = ["what is rain?", "the sea", "a"]
 RESPONSES = [" water.", " is wide and blue, and never still.", " b"]
@@ -26,14 +25,17 @@ LABELS = ("BAD", "SO SO", "GOOD")
 
 
 def config_for(model: Path, **reward: Any) -> RunConfig:
-    given = {f"reward__{name}": value for name, value in reward.items()}
-    return tiny_config(
-        "owner/actor",
-        reward__source="model",
-        reward__model=str(model),
-        reward__checkpoint="",
-        critic__init="base",
-        **given,
+    return RunConfig.model_validate(
+        {
+            "output": "unused",
+            "stages": ["ppo"],
+            "model": {"path": "owner/actor"},
+            "precision": {"compute": "float32"},
+            "system": {"device": "cpu"},
+            "data": {"prompts": {"path": "prompts.jsonl"}},
+            "reward": {"source": "model", "model": str(model), **reward},
+            "critic": {"init": "base"},
+        }
     )
 
 
@@ -88,7 +90,9 @@ def test_templates_decide_what_is_read(folder: Path, family: str) -> None:
     for template, expected in written.items():
         torch.testing.assert_close(scores(external(path, template=template)), expected[:, 0], rtol=1e-5, atol=1e-6)
     seen = torch.stack([scores(external(path)), *(expected[:, 0] for expected in written.values())])
-    assert len({round(float(score), 5) for score in seen[:, 0]}) == 4, "each reads something else"
+    assert len({round(float(score), 5) for score in seen[:, 0]}) == {"bert": 4, "llama": 3}[family], (
+        "each reads something else, but the decoder's tokenizer writes nothing between two segments"
+    )
 
 
 def test_braces_in_a_text_are_no_template(folder: Path) -> None:
@@ -161,8 +165,12 @@ def test_where_and_how_wide_auto_is(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_flops_are_what_torch_counts(folder: Path, family: str) -> None:
-    """Without padding, by torch's own counter; it takes causal attention as whole, and a decoder's head on every token."""
-    model = external(folder / family)
+    """Without padding, by torch's own counter, which takes causal attention as whole."""
+    config = config_for(folder / family)
+    memory = config.memory.model_copy(
+        update={"attention": "eager"}
+    )  # the counter does not know torch's kernel for CPUs
+    model = load_external(config.model_copy(update={"memory": memory}), Budget())
     rows = model.reader.rows(["abcdefghij"] * 3, ["klmnop"] * 3)[0]
     model.take_work()
     with FlopCounterMode(display=False) as counter:
@@ -174,7 +182,9 @@ def test_flops_are_what_torch_counts(folder: Path, family: str) -> None:
     assert work.attended == (causal if family == "llama" else 3 * length**2)
     if family == "llama":
         flops += 4 * 2 * 16 * (3 * length**2 - causal)
-    assert flops == pytest.approx(counter.get_total_flops(), rel=0.05)
+    else:  # pooler and head see one token a row
+        flops -= 2 * (16 * 16 + 16) * (3 * length - 3)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert model.take_work()[0].tokens == 0
 
 
@@ -229,8 +239,8 @@ def test_incomplete_models_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_padding_that_changes_scores_is_refused(folder: Path, tmp_path: Path) -> None:
-    """A decoder whose padding is one of its letters reads the wrong token of a padded row."""
-    wrong = edited(folder / "llama", tmp_path / "wrong", "config.json", pad_token_id=4)
+    """Here: a tokenizer that makes no mask, so that every token would look at the padding."""
+    wrong = edited(folder / "bert", tmp_path / "wrong", "tokenizer_config.json", model_input_names=["input_ids"])
     with pytest.raises(ValueError, match=r"rows with padding are scored otherwise than alone, by .* check the weights"):
         external(wrong)
     none = edited(folder / "llama", tmp_path / "none", "config.json", pad_token_id=None)
