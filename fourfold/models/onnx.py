@@ -177,6 +177,9 @@ def _export(classifier: TorchClassifier, reader: TextReader, file: Path) -> None
     assert program is not None, "with dynamo there is a program"
     size = sum(p.numel() * p.element_size() for p in classifier.parameters())
     program.save(file, external_data=size > _INLINE_BYTES)
+    # The exporter's rewriting rules, which live as long as the process, remember the last graph and by it the weights.
+    for value in program.model.graph.initializers.values():
+        value.const_value = None
 
 
 def _quantise(whole: Path, file: Path) -> None:
