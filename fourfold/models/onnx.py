@@ -98,7 +98,9 @@ def run_by_onnx(external: External, cache: Path, engine: str) -> None:
         bytes=sum(file.stat().st_size for file in folder.iterdir()),
     )
     external.take_work()
-    del classifier
+    # Emptied, not only dropped: the exporter's rules, which live as long as the process, remember the last graph.
+    for tensor in (*classifier.parameters(), *classifier.buffers()):
+        tensor.data = tensor.new_empty(0)
     give_back()
 
 
@@ -177,9 +179,8 @@ def _export(classifier: TorchClassifier, reader: TextReader, file: Path) -> None
     assert program is not None, "with dynamo there is a program"
     size = sum(p.numel() * p.element_size() for p in classifier.parameters())
     program.save(file, external_data=size > _INLINE_BYTES)
-    # The exporter's rewriting rules, which live as long as the process, remember the last graph and by it the weights.
     for value in program.model.graph.initializers.values():
-        value.const_value = None
+        value.const_value = None  # see run_by_onnx
 
 
 def _quantise(whole: Path, file: Path) -> None:

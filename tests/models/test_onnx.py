@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ TEXTS = [
     ("a", "b"),
     ("what is rain?", " water, mostly."),
 ]
+BOTH = r"on the probe ONNX Runtime scores \S+ what torch scores \S+, \S+ of"
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,10 @@ def test_an_engine_scores_like_torch_within_its_bound(folder: Path, family: str,
     model = loaded(folder, family, engine)
     expected = scores(model)
     assert isinstance(model.classifier, TorchClassifier)
-    torchs = weakref.ref(model.classifier)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     held = tensor_bytes()
     run_by_onnx(model, folder / "cache", engine)
-    assert torchs() is None and tensor_bytes() <= held - weights + 1024
+    assert tensor_bytes() <= held - weights + 1024
     assert isinstance(model.classifier, OnnxClassifier) and not list(model.parameters())
     bound = 1e-5 if engine == "onnx" else 0.1
     assert relative_gap(scores(model), expected) <= bound < BOUNDS[engine] or engine == "onnx"
