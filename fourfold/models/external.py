@@ -24,7 +24,7 @@ from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.loading import device_of, no_loading_bar
+from fourfold.models.loading import device_of, no_loading_bar, out_of_the_file
 from fourfold.planner.architectures import FAMILIES
 from fourfold.planner.compute import causal_attended_tokens, classifier_flops
 
@@ -201,6 +201,7 @@ def load_external(config: RunConfig, budget: Budget) -> External:
     use_attention(model, config.memory.attention, device)
     model.requires_grad_(False).eval()
     cast(nn.Module, model).to(device)
+    out_of_the_file(model)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     pad_id = _pad_id(model, tokenizer)

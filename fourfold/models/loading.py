@@ -165,6 +165,16 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model
     return model, tokenizer
 
 
+def out_of_the_file(module: nn.Module) -> None:
+    """Give frozen weights memory of their own.
+
+    In a mapped file they begin anywhere, and a product's last bits depend on where its operands begin, so that a role
+    would score otherwise after it was parked.
+    """
+    for p in module.parameters():
+        p.data = p.data.clone()
+
+
 @contextlib.contextmanager
 def no_loading_bar() -> Iterator[None]:
     """Within, transformers shows no bar of weights being put in place; downloads from the hub still show theirs."""

@@ -41,8 +41,10 @@ _INLINE_BYTES = 1_500_000_000
 class OnnxClassifier(nn.Module):
     """A session of ONNX Runtime on the CPU with as many threads as torch has."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, content: str) -> None:
         super().__init__()
+        # Stands for the weights in checksums, so that a run does not go on with another model.
+        self.register_buffer("content", torch.tensor(list(content.encode()), dtype=torch.uint8))
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -89,7 +91,7 @@ def run_by_onnx(external: External, cache: Path, engine: str) -> None:
     rows = probe(external.reader)
     truth = external.scores(rows)
     folder = exported(classifier, external.reader, cache, engine)
-    external.classifier = OnnxClassifier(folder / FILE)
+    external.classifier = OnnxClassifier(folder / FILE, content=checksum([classifier]))
     verify_engine(external.scores(rows), truth, engine, folder)
     external.outside_torch = Outside(
         parameters=sum(p.numel() for p in classifier.parameters()),

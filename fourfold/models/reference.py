@@ -18,7 +18,14 @@ from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import use_attention
 from fourfold.models.heads import LanguageHead
-from fourfold.models.loading import SPLIT_TOLERANCE, Base, embedding_rows, load_causal_lm, require_positions
+from fourfold.models.loading import (
+    SPLIT_TOLERANCE,
+    Base,
+    embedding_rows,
+    load_causal_lm,
+    out_of_the_file,
+    require_positions,
+)
 from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Activations, Policy, freeze
 from fourfold.models.split import cut, layout_of, verify_whole
@@ -51,6 +58,7 @@ def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
     verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
     reference = OwnPolicy(branch, LanguageHead.of(model)).to(device)
     freeze(reference)
+    out_of_the_file(reference)
     prepare_for_decoding(reference.branch)
     base.budget.watch(reference.branch.layers)
     return reference

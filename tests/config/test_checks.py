@@ -42,6 +42,7 @@ def found(*overrides: str, base: str = BASE) -> list[str]:
 NO_PAIRS = "without pairs"
 LOADED = [NO_PAIRS, "reward.source=checkpoint", "reward.checkpoint=x"]
 CALLED = [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.init=actor"]
+OWN_MODEL = [NO_PAIRS, "reward.source=model", "reward.model=owner/judge", "critic.init=actor"]
 EVALUATED = "data.prompts_test.path=d.csv"
 
 REFUSED = [
@@ -86,6 +87,23 @@ REFUSED = [
     ([*CALLED, "reward.function=''"], "reward.function: given '', but .* needs 'module:name'"),
     ([*CALLED, "reward.function=a.b"], "reward.function: given 'a.b'"),
     ([*CALLED, "critic.init=reward"], "critic.init: 'reward' copies the reward model"),
+    ([*OWN_MODEL, "reward.model=''"], "reward.model: given '', but .* needs a sequence classifier"),
+    ([*OWN_MODEL, "reward.model=x.gguf"], "reward.model: given 'x.gguf', but .* which GGUF files do not hold"),
+    ([*OWN_MODEL, "reward.model=package:a/b"], "reward.model: given 'package:a/b'"),
+    ([*OWN_MODEL, "critic.init=reward"], "critic.init: 'reward' copies the reward model, .* is of another family"),
+    ([*OWN_MODEL, "reward.label.GOOD=0.0"], "reward.label: given {'GOOD': 0.0}; allowed: finite factors, at least one"),
+    ([*OWN_MODEL, "reward.label.GOOD=inf"], "reward.label: given {'GOOD': inf}; allowed: finite"),
+    ([*OWN_MODEL, "reward.template='{prompt}'"], "reward.template: given '{prompt}', which leaves the response out; all"),
+    ([*OWN_MODEL, "reward.template='{answer}'"], "reward.template: given '{answer}', which asks for 'answer'"),
+    ([*OWN_MODEL, "reward.template='{response'"], "reward.template: given '{response', which cannot be read"),
+    ([*OWN_MODEL, "reward.template='{response:5}'"], "reward.template: given .*, which formats a text as if it were a num"),
+    ([*OWN_MODEL, "reward.standardise=true"], "reward.standardise: given, but reward.source = 'model' trains no reward"),
+    ([*OWN_MODEL, "reward.retries=3"], "reward.retries: given, but reward.source = 'model' calls no function"),
+    (["reward.engine=onnx"], "reward.engine: given, but reward.source = 'train' brings no model of another family"),
+    ([*LOADED, "reward.model=x/y"], "reward.model: given, but reward.source = 'checkpoint' brings no model of another"),
+    ([*OWN_MODEL, "reward.engine=onnx", "reward.compute=bfloat16"], "reward.compute: given, but reward.engine = 'onnx'"),
+    ([*OWN_MODEL, "reward.engine=onnx_int8", "reward.residency=park"], "reward.residency: given, but .* holds its weigh"),
+    ([*OWN_MODEL, "reward.engine=onnx", "reward.device=cpu"], "reward.device: given, but reward.engine = 'onnx' runs on"),
     ([*LOADED, "reward.num_epochs=2"], "reward.num_epochs: given, but"),
     ([*LOADED, "reward.init=base"], "reward.init: given, but reward.source = 'checkpoint' trains no reward model"),
     (["reward.retries=3"], "reward.retries: given, but reward.source = 'train' calls no function"),
@@ -147,6 +165,10 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
         [*CALLED, "reward.function=pack.mod:name", "critic.init=base"],
         [*CALLED, "reward.retries=0", "reward.on_failure=drop"],
         LOADED,
+        OWN_MODEL,
+        [*OWN_MODEL, "reward.template=chat", "reward.engine=onnx_int8", "reward.max_tokens=9", "reward.label.A=-1"],
+        [*OWN_MODEL, "reward.template='Q: {{{prompt}}} A: {response}'", "reward.compute=bfloat16", "reward.device=cpu"],
+        [*OWN_MODEL, "critic.init=base", "reward.residency=stream", "reference.model=owner/larger"],
         ["stages=['ppo']"],
         ["stages=['reward']", "reward.init=sft"],
         ["ppo.steps=3", "critic.warmup_rollouts=1", "ppo.warmup_steps=8", "critic.warmup_steps=12"],

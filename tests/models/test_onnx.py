@@ -169,6 +169,6 @@ def test_threads_are_those_of_torch(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    OnnxClassifier(place / FILE)
+    OnnxClassifier(place / FILE, content="")
     torch.set_num_threads(before)
     assert asked == [(2, ["CPUExecutionProvider"])]
