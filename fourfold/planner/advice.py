@@ -6,7 +6,7 @@ Only levers that are not on are proposed, in the order of what they save. No tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fourfold.config.schema import RunConfig
 
@@ -87,7 +87,9 @@ def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
 
 
 def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
-    """One copy of the lower layers, or of all, instead of four."""
+    """One copy of the lower layers, or of all, instead of one a role that is made of the model."""
+    own = {"reward": config.reward.source == "model", "reference": bool(config.reference.model)}
+    held = replace(held, weights={name: size for name, size in held.weights.items() if not own.get(name)})
     weights, learning = sum(held.weights.values()), held.gradients + held.states
     narrow = 0.5 if config.precision.compute == "bfloat16" else 1.0
     mode = config.sharing.mode
@@ -125,6 +127,8 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
         own = held.weights.get(role, 0)
+        if role == "reward" and config.reward.engine != "torch":
+            continue  # ONNX Runtime holds its weights itself
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):

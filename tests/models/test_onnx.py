@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fourfold.memory.budget import Budget
 from fourfold.models.external import External, TorchClassifier, load_external, probe, relative_gap
 from fourfold.models.onnx import BOUNDS, FILE, OnnxClassifier, exported, run_by_onnx
+from fourfold.models.roles import checksum
 from models.test_external import config_for
 from tiny import tiny_classifier
 
@@ -97,6 +98,9 @@ def test_an_export_is_found_again_and_belongs_to_its_weights(folder: Path, tmp_p
         patch.setattr("fourfold.models.onnx._made_whole", lambda target, make: calls.append(target))
         other = exported(model.classifier, model.reader, folder / "cache", "onnx")
     assert calls == [other] and other != place
+    stand_ins = [OnnxClassifier(place / FILE, content=content) for content in ("one", "one", "other")]
+    one, same, different = (checksum([stand_in]) for stand_in in stand_ins)
+    assert one == same != different, "a run does not go on with other weights"
 
 
 def damaged(folder: Path, target: Path, factor: float) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from string import Formatter
 from typing import TYPE_CHECKING
@@ -97,8 +96,8 @@ def _own_model(config: RunConfig) -> Iterator[str]:
             f"reward.template: given {reward.template!r}, {problem}; allowed: '', 'pair', 'chat', or a text with "
             "{response} and {prompt} such as 'Q: {prompt} A: {response}' (a brace of its own is written twice)"
         )
-    if reward.label and not (all(map(math.isfinite, reward.label.values())) and any(reward.label.values())):
-        yield f"reward.label: given {reward.label}; allowed: finite factors, at least one of them not 0"
+    if reward.label and not any(reward.label.values()):
+        yield f"reward.label: given {reward.label}; allowed: factors of which at least one is not 0"
 
 
 def _template_problem(template: str) -> str:
