@@ -28,6 +28,7 @@ class Lever:
     bound: float = 0.0  # "bounded": largest |difference of the weights' move| / |move| of one update on a tiny model
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
+    not_benchmarked: str = ""  # why benchmarks/levers.py leaves it out; nothing: it does not
 
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
