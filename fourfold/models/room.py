@@ -33,8 +33,8 @@ class Room:
     ) -> Room:
         """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own.
 
-        `trunk` are the bytes of a trained trunk. One pass then gives the gradients of trunk, actor and critic, and those
-        of the trunk twice where they are measured; otherwise one role's are there at a time.
+        `trunk` are the bytes of a trained trunk. One pass then gives the gradients of trunk, actor and critic, those of
+        the trunk twice where they are measured; otherwise one role's are there at a time.
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)

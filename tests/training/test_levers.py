@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fourfold.config import ConfigError
 from fourfold.planner.levers import LEVERS, Lever, lever
@@ -61,10 +62,12 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
 
 
 def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> tuple[Weights, Weights]:
-    """Actor and critic before and after one step, as one mapping each."""
+    """Actor and critic, and a trained trunk, before and after one step, as one mapping each."""
     trainer = make_trainer(make_config(tree_with(folder, levers, compared)))
     give_value_head(trainer.models)
-    roles = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    roles: dict[str, nn.Module] = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    if trainer.models.trunk is not None:
+        roles["trunk"] = trainer.models.trunk
     before = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
     trainer.step()
     after = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
