@@ -35,7 +35,8 @@ class TrunkGradients:
 
     def add_apart(self, hidden: Tensor, actor: Tensor, critic: Tensor) -> None:
         """Two products, the sums of both kept apart."""
-        for role, gradient in (("actor", actor), ("critic", critic)):
+        gradients: dict[Role, Tensor] = {"actor": actor, "critic": critic}
+        for role, gradient in gradients.items():
             self._swap(role)
             hidden.backward(gradient, retain_graph=role == "actor")
             self._swap(role)
