@@ -21,8 +21,9 @@ from fourfold.models.split import layout_of
 from fourfold.planner.advice import TRAINED_TRUNK
 from fourfold.training.folder import RunFolder
 from fourfold.training.learner import TrunkLearner
-from fourfold.training.results import export_actor, load_actor, load_reference
+from fourfold.training.results import export_actor, load_actor, load_reference, sample_beside_reference
 from fourfold.training.update import update
+from tiny import FAMILIES
 from training.runs import (
     Tree,
     by_function,
@@ -162,6 +163,17 @@ def test_what_is_paid_for_becomes_likely_and_is_exported(tmp_path: Path, family:
     base = load_base(config)
     assert load_reference(config, base, folder).trunk is None, "the reference reads the trunk as it was loaded"
     actor = load_actor(config, base, folder, best=False)
+    [(_, before, after)] = sample_beside_reference(
+        str(folder.root),
+        prompts=["the film"],
+        chat=False,
+        count=1,
+        max_new_tokens=8,
+        temperature=None,
+        seed=0,
+        best=False,
+    )
+    assert after.count("a") > before.count("a")
     out = export_actor(str(folder.root), str(tmp_path / "out"), dtype="float32", best=False)
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     original = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
@@ -177,6 +189,17 @@ def test_what_is_paid_for_becomes_likely_and_is_exported(tmp_path: Path, family:
         if name.startswith(lowest) and tensor.ndim > 1:
             key = "trunk.body." + name.removeprefix(f"{layout.body}.")
             assert torch.equal(tensor, stored[key]) and not torch.equal(tensor, original.state_dict()[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_share_all_its_layers(tmp_path: Path, family: str) -> None:
+    """A branch without layers has no cache of its own; decoding gives what one pass over the finished rows does."""
+    trainer = trainer_for(tmp_path, {"branch_layers": 0}, family=family)
+    report = trainer.check()
+    assert report.ratio_gap_max == report.kl_gap_max == 0.0 and report.sampler_gap_max < 1e-4
+    assert {name for name, p in trainer.models.actor.named_parameters() if p.requires_grad} == {
+        name for name in weights_of(trainer.models.actor) if "norm" in name or "ln_f" in name
+    }
 
 
 def test_who_holds_what(tmp_path: Path) -> None:
