@@ -79,6 +79,17 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
+    @property
+    def optimizer_steps(self) -> dict[str, int]:
+        """Of actor and critic in the whole stage ppo, when no epoch ends early."""
+        ppo, warmup = self.ppo, self.critic.warmup_rollouts
+        turns = [self.trunk.turn(index) for index in range(ppo.updates_a_rollout)]
+        alone, learning = warmup * len(turns), ppo.steps - warmup
+        return {
+            "actor": learning * sum(turn != "critic" for turn in turns),
+            "critic": alone + learning * sum(turn != "actor" for turn in turns),
+        }
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
         found = problems(self)

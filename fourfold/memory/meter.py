@@ -25,10 +25,11 @@ _SAMPLE_SECONDS = 0.01
 COUNTED_MODELS = ("trunk", "actor", "critic", "reference", "reward")
 COUNTED_PHASES = ("generate", "score", "learn")
 DIRECTIONS = ("forward", "backward")
-# The roles that work in a phase; besides them the actor in score, for the full KL only.
+# The roles that work in a phase; besides them the actor in score, for the full KL only. A trained trunk works in learn
+# with actor and critic together.
 WORKING = (
     *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
-    *(("learn", "critic"), ("learn", "actor")),
+    *(("learn", "critic"), ("learn", "actor"), ("learn", "trunk")),
 )
 Direction = Literal["forward", "backward"]
 

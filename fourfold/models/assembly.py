@@ -13,7 +13,10 @@ from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.loading import Base
 from fourfold.models.products import hold_narrowly
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, copy_scorer, freeze, make_trainable, scorer_on
+from fourfold.models.split import Part
 from fourfold.models.storage import RoleRecord, load_role
+from fourfold.models.trunk import hold_frozen_layers_narrowly, layer_parameters, trainable_copy
+from fourfold.planner.advice import TRAINED_TRUNK
 
 
 @dataclass
@@ -25,12 +28,15 @@ class FourModels:
     critic: Scorer
     reference: Policy
     reward: Scorer | None
+    trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
         shared: dict[str, list[nn.Parameter]] = {}
         if self.base.trunk is not None:
             shared["trunk"] = [*self.base.trunk.parameters(), *self.actor.head.parameters()]
+        if self.trunk is not None:
+            shared[TRAINED_TRUNK] = layer_parameters(self.trunk)
         if is_adapted(self.actor.branch):
             shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
         return shared
@@ -95,13 +101,27 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         freeze(scorer)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
+    trunk = None
+    if base.trunk is not None and config.trunk.train:
+        with room.role(TRAINED_TRUNK, room.planned.weights[TRAINED_TRUNK]):
+            trunk = trainable_copy(base.trunk, config.memory)
+        hold_frozen_layers_narrowly(base.trunk)
+        _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
     for role in (reference, scorer):
         if role is not None and not is_adapted(role.branch):
             hold_narrowly(role.branch)
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer)
+    return FourModels(base, actor, critic, reference, scorer, trunk)
+
+
+def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:
+    """Where the trunk is trained nothing is cached: every role passes ids through the one that it stands on."""
+    for roles, below in ((frozen, start), (trained, trunk)):
+        for role in roles:
+            if role is not None:
+                role.stand_on(below)
 
 
 def set_new_head_bias(critic: Scorer, mean_score: float) -> None:

@@ -1,6 +1,7 @@
 """The four roles as modules, and the pass each of them makes over a batch.
 
-Every role reads `Activations`: the trunk's cached output where there is a trunk, the token ids where there is none.
+Every role reads `Activations`: the trunk's cached output where there is a frozen trunk, the token ids where there is
+none or where it is trained; a role that stands on a trunk passes ids through it.
 """
 
 from __future__ import annotations
@@ -75,20 +76,50 @@ def micro_batch(batch: AnyRollout, activations: Activations, chosen: Tensor) -> 
     return part, Activations(activations.inputs[chosen, columns], activations.mask[chosen, columns])
 
 
-class Policy(nn.Module):
-    """Actor or reference: a branch and a language head."""
+class _Role(nn.Module):
+    """A branch, and the trunk below it where the role passes token ids through one."""
 
     residency: Residency | None = None  # how a frozen role is held that is not always in memory
+    _below: tuple[Part, ...] = ()
 
-    def __init__(self, branch: Part, head: LanguageHead) -> None:
+    def __init__(self, branch: Part) -> None:
         super().__init__()
         self.branch = branch
+
+    def stand_on(self, trunk: Part) -> None:
+        """From here on token ids go through this trunk, which stays another's: not among the role's parameters."""
+        self._below = (trunk,)  # a tuple, because a module would become the role's own
+
+    @property
+    def trunk(self) -> Part | None:
+        """What the role stands on; None where what it reads is the trunk's output already, or there is no trunk."""
+        return self._below[0] if self._below else None
+
+    def through(self, activations: Activations) -> Tensor:
+        """The branch's output [batch, time, hidden]; the trunk comes first for ids, where the role stands on one."""
+        inputs = activations.inputs
+        if self.trunk is not None and not inputs.is_floating_point():
+            inputs = self._through_trunk(self.trunk, activations)
+        return self.branch(inputs, activations.mask)
+
+    def _through_trunk(self, trunk: Part, activations: Activations) -> Tensor:
+        return trunk(activations.inputs, activations.mask)
+
+
+class Policy(_Role):
+    """Actor or reference: a branch and a language head."""
+
+    def __init__(self, branch: Part, head: LanguageHead) -> None:
+        super().__init__(branch)
         self.head = head
 
     def hidden_before(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
         """Hidden states before each response token, rows one after the other, padding left out."""
-        states = activations.states()
-        return self.branch(states.inputs, states.mask)[:, rollout.prompt_length - 1 :][rollout.response_mask]
+        return self.hidden_at(activations.states(), rollout)
+
+    def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
+        """The same from activations that are without the last token already."""
+        return self.through(states)[:, rollout.prompt_length - 1 :][rollout.response_mask]
 
     def log_probs(
         self,
@@ -99,8 +130,14 @@ class Policy(nn.Module):
         entropy: Entropy = "none",
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch response"]]:
         """Log-probs of the response tokens and entropies (0 where `entropy` is "none" or the mask is False)."""
+        return self.log_probs_of(self.hidden_before(activations, rollout), rollout, temperature, entropy=entropy)
+
+    def log_probs_of(
+        self, hidden: Float32[Tensor, "tokens hidden"], rollout: Rollout, temperature: float, *, entropy: Entropy
+    ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch response"]]:
+        """The same from the hidden states before each response token."""
         flat, entropies = self.head.log_probs(
-            self.hidden_before(activations, rollout),
+            hidden,
             rollout.sequences[:, rollout.prompt_length :][rollout.response_mask],
             temperature,
             self.branch.compute_dtype,
@@ -109,33 +146,46 @@ class Policy(nn.Module):
         return _unflatten(flat, rollout.response_mask), _unflatten(entropies, rollout.response_mask)
 
 
-class Scorer(nn.Module):
-    """Critic or reward model: a branch and a scalar head."""
+class Scorer(_Role):
+    """Critic or reward model: a branch and a scalar head.
 
-    residency: Residency | None = None
+    It never moves the trunk that it stands on: the critic's gradient into a trained trunk goes by way of
+    fourfold.training.joint, which scales it.
+    """
 
     def __init__(self, branch: Part, head: ScalarHead) -> None:
-        super().__init__()
-        self.branch = branch
+        super().__init__(branch)
         self.head = head
+
+    def _through_trunk(self, trunk: Part, activations: Activations) -> Tensor:
+        with torch.no_grad():
+            return super()._through_trunk(trunk, activations)
 
     def values(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "batch response"]:
         """V of the state before each response token; 0 where the response has ended."""
-        states = activations.states()
-        every = self.head(self.branch(states.inputs, states.mask)[:, rollout.prompt_length - 1 :])
-        return torch.where(rollout.response_mask, every, 0.0)
+        return self.values_of(self.hidden_at(activations.states(), rollout), rollout)
+
+    def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "batch response hidden"]:
+        """Hidden states before each response token, from activations that are without the last token already."""
+        return self.through(states)[:, rollout.prompt_length - 1 :]
+
+    def values_of(
+        self, hidden: Float32[Tensor, "batch response hidden"], rollout: Rollout
+    ) -> Float32[Tensor, "batch response"]:
+        """The same from the hidden states before each response token."""
+        return torch.where(rollout.response_mask, self.head(hidden), 0.0)
 
     def values_and_last(
         self, activations: Activations, rollout: Rollout
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
         """As `values`, and V of the state after the last response token."""
-        every = self.head(self.branch(activations.inputs, activations.mask)[:, rollout.prompt_length - 1 :])
+        every = self.head(self.through(activations)[:, rollout.prompt_length - 1 :])
         last = every.gather(1, rollout.lengths[:, None])[:, 0]
         return torch.where(rollout.response_mask, every[:, :-1], 0.0), last
 
     def scores(self, activations: Activations) -> Float32[Tensor, "batch"]:
         """The number at the last real token of each row."""
-        hidden = self.branch(activations.inputs, activations.mask)
+        hidden = self.through(activations)
         return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_index(activations.mask)])
 
 
@@ -154,9 +204,14 @@ def freeze(role: Policy | Scorer) -> None:
         return  # the base has the compute type already; adapters, like their trained ones, are float32
     parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
     for part in parts:
-        for parameter in part.parameters():
-            if parameter.ndim >= 2:
-                parameter.data = parameter.data.to(role.branch.compute_dtype)
+        narrow_matrices(part, role.branch.compute_dtype)
+
+
+def narrow_matrices(module: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Keep what autocast would cast for every product in the compute type; vectors stay as they are."""
+    for parameter in module.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(compute_dtype)
 
 
 def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: MemorySection | None = None) -> None:
@@ -165,11 +220,8 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: M
     A language head above a shared trunk belongs to the trunk (it is the embedding in most models) and stays frozen, and
     so does the base below adapters.
     """
-    if memory is not None and memory.checkpointing != "none":
-        layers = role.branch.layers if memory.checkpointing == "layers" else role.branch.attentions
-        checkpoint_modules(layers, memory.checkpoint_every)
-    if memory is not None and memory.activation_offload:
-        offload_activations(role.branch)
+    if memory is not None:
+        save_activations(role.branch, memory)
     role.requires_grad_(False)
     if is_adapted(role.branch):
         for p in adapter_parameters(role.branch):
@@ -183,6 +235,15 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: M
     for part in parts:
         part.float()
         part.requires_grad_(True)
+
+
+def save_activations(part: Part, memory: MemorySection) -> None:
+    """Let what the backward pass of a trained part needs be kept, computed again or moved, as the settings say."""
+    if memory.checkpointing != "none":
+        layers = part.layers if memory.checkpointing == "layers" else part.attentions
+        checkpoint_modules(layers, memory.checkpoint_every)
+    if memory.activation_offload:
+        offload_activations(part)
 
 
 def copy_policy(policy: Policy, *, share_head: bool) -> Policy:

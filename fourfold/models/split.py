@@ -134,16 +134,22 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype) -> Part:
+def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype, leave_norm: bool = False) -> Part:
     """The layers [start, stop) of a causal LM; with the embedding when start is 0, with the norm when stop is the end.
 
-    A part from layer 0 shares its tensors with `model`; a part above it gets tensors of its own.
+    `leave_norm` is for a trunk of all layers: the norm is the branches'.
+
+    A part from layer 0 shares its tensors with `model`; a part above it gets tensors of its own. Above the last layer
+    (start = stop = the end) there is the norm alone.
     """
     layout = layout_of(model)
     whole = getattr(model, layout.body)
     total = len(getattr(whole, layout.layers))
-    if not 0 <= start < stop <= total:
-        raise ValueError(f"layers {start} to {stop} of a model with {total}: allowed are 0 <= start < stop <= {total}")
+    if not (0 <= start < stop <= total or start == stop == total):
+        raise ValueError(
+            f"layers {start} to {stop} of a model with {total}: allowed are 0 <= start < stop <= {total}, and "
+            f"{total} to {total} for the norm alone"
+        )
     config = copy.deepcopy(whole.config)
     config.num_hidden_layers = stop - start
     if getattr(config, "layer_types", None) is not None:
@@ -156,7 +162,7 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
         _renumber(layer, start)
     pieces = {
         layout.layers: nn.ModuleList(layers),
-        layout.norm: take(getattr(whole, layout.norm)) if stop == total else nn.Identity(),
+        layout.norm: nn.Identity() if leave_norm or stop < total else take(getattr(whole, layout.norm)),
         layout.embedding: getattr(whole, layout.embedding) if start == 0 else nn.Identity(),
     }
     if layout.learned_positions:

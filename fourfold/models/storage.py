@@ -44,7 +44,10 @@ class RoleRecord:
 
 
 def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
-    """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters."""
+    """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters.
+
+    A trained trunk goes with the actor.
+    """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     adapted = is_adapted(role.branch)
@@ -56,6 +59,9 @@ def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             found[name] = tensor.detach()
+    if isinstance(role, Policy) and role.trunk is not None:
+        named = role.trunk.named_parameters()
+        found |= {f"trunk.{name}": tensor.detach() for name, tensor in named if tensor.requires_grad}
     return found
 
 

@@ -50,7 +50,17 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the lower layers, their gradients and moments; most passes run the upper layers only",
         costs="the lower layers are not trained",
         change="other parameters",
-        excludes=("adapters", "adapters over a trunk"),
+        excludes=("trained trunk", "adapters", "adapters over a trunk"),
+    ),
+    Lever(
+        name="trained trunk",
+        where="fourfold.models.trunk",
+        settings={"sharing.mode": "trunk", "trunk.train": True},
+        baseline=SEPARATE,
+        saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
+        costs="no cached activations; a frozen copy of the lower layers for reference and reward",
+        change="other parameters",
+        excludes=("trunk", "adapters", "adapters over a trunk", "optimizer in backward"),
     ),
     Lever(
         name="adapters",
@@ -60,7 +70,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the whole base; gradients and moments but for the adapters",
         costs="low rank; two small products more for each matrix",
         change="other parameters",
-        excludes=("trunk", "adapters over a trunk"),
+        excludes=("trunk", "trained trunk", "adapters over a trunk"),
     ),
     Lever(
         name="adapters over a trunk",
@@ -70,7 +80,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="what both save",
         costs="only the upper layers adapt",
         change="other parameters",
-        excludes=("trunk", "adapters"),
+        excludes=("trunk", "trained trunk", "adapters"),
     ),
     Lever(
         name="checkpointing",
@@ -160,7 +170,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the gradients of a role but for a few parameters' at a time",
         costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
         change="exact",
-        excludes=("micro-batches",),
+        excludes=("micro-batches", "trained trunk"),
     ),
     Lever(
         name="adamw_8bit",

@@ -1,7 +1,8 @@
 """The sampler in this process: batched decoding with KV caches, rows leave as they finish.
 
 The trunk runs once over every token and its output is kept: scoring and learning start from there. A token's trunk
-pass follows its sampling at once, so the cache also covers the last token, which only the reward model looks at.
+pass follows its sampling at once, so the cache also covers the last token, which only the reward model looks at. A
+trained trunk's output is not kept, and the ids are what the roles get.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
@@ -20,6 +21,8 @@ from fourfold.memory.budget import BatchSize, BatchSizes
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, by_length, copy_policy, freeze, micro_batch
+from fourfold.models.split import Part
+from fourfold.models.trunk import copy_trunk
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.sampler import PromptBatch
 
@@ -64,6 +67,8 @@ class LocalSampler:
 
         with self._rows.working("actor"):
             self._rows.through(rows, decode)
+        if policy.trunk is not None:
+            self._working = None  # where it is a copy, it is one of the whole trunk too: learn needs the room
         longest = max(int(chunk.lengths.max()) for chunk in chunks)
         lengths = torch.cat([chunk.lengths for chunk in chunks])
         sequences = torch.cat([chunk.sequences[:, : width + longest] for chunk in chunks])
@@ -81,7 +86,7 @@ class LocalSampler:
             prompt_id=torch.tensor(prompts.prompt_ids, device=device),
         )
         inputs = sequences
-        if self._base.trunk is not None:
+        if self._base.trunk is not None and policy.trunk is None:
             inputs = torch.cat([chunk.activations[:, : width + longest] for chunk in chunks])
         activations = Activations(inputs, rollout.attention_mask)
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
@@ -101,16 +106,23 @@ class LocalSampler:
 
     def _current_policy(self) -> Policy:
         """The policy in the compute type: casting its masters once a rollout is cheaper than once a token."""
-        masters = any(p.dtype == torch.float32 and p.ndim >= 2 for p in self._policy.parameters())
+        masters = any(p.dtype == torch.float32 and p.ndim >= 2 for p in _all_parameters(self._policy))
         if not self._half or not masters or is_adapted(self._policy.branch):
             return self._policy  # adapters are too small for their casts to count
         if self._working is None:
             self._working = copy_policy(self._policy, share_head=self._base.shares_head)
             freeze(self._working)
-        for target, source in zip(self._working.parameters(), self._policy.parameters(), strict=True):
+            if self._policy.trunk is not None and self._base.trunk is not None:
+                self._working.stand_on(copy_trunk(self._base.trunk))  # the frozen one has the compute type already
+        for target, source in zip(_all_parameters(self._working), _all_parameters(self._policy), strict=True):
             if target is not source:
                 target.copy_(source)
         return self._working
+
+
+def _all_parameters(policy: Policy) -> list[nn.Parameter]:
+    """Its own and those of the trunk that it stands on."""
+    return [*policy.parameters(), *([] if policy.trunk is None else policy.trunk.parameters())]
 
 
 class _Decoder:
@@ -143,8 +155,10 @@ class _Decoder:
         self.log_probs = torch.zeros((count, limit), device=device)
         self.lengths = torch.full((count,), limit, device=device)
         self.truncated = torch.ones(count, dtype=torch.bool, device=device)
+        self._trunk = policy.trunk or base.trunk
+        self._keeps = base.trunk is not None and policy.trunk is None
         self.activations = torch.zeros(0)
-        if base.trunk is not None:
+        if base.trunk is not None and self._keeps:
             shape = (count, width + limit, base.trunk.hidden_size)
             self.activations = torch.zeros(shape, dtype=base.trunk.compute_dtype, device=device)
         self._eos = torch.tensor(sorted(base.eos_ids), device=device)
@@ -155,8 +169,10 @@ class _Decoder:
         """Decode until every row has ended or reached the limit."""
         from transformers import DynamicCache
 
-        parts = [self._base.trunk, self._policy.branch]
-        self._caches = [None if part is None else DynamicCache(config=part.body.config) for part in parts]
+        def cache(part: Part | None) -> Any:
+            return DynamicCache(config=part.body.config) if part is not None and part.num_layers else None
+
+        self._caches = [cache(self._trunk), cache(self._policy.branch)]
         inputs = self._through_trunk(0, self._width)
         for t in range(self._settings.max_new_tokens):
             hidden = self._policy.branch(inputs, self._mask(t), self._positions(inputs.shape[1], t), self._caches[1])
@@ -179,11 +195,12 @@ class _Decoder:
     def _through_trunk(self, start: int, stop: int) -> Tensor:
         """Feed columns [start, stop) of the active rows to the trunk; returns the branch's input."""
         ids = self.sequences[self._active, start:stop]
-        if self._base.trunk is None:
+        if self._trunk is None:
             return ids
         t = stop - self._width
-        out = self._base.trunk(ids, self._mask(t), self._positions(stop - start, t), self._caches[0])
-        self.activations[self._active, start:stop] = out
+        out = self._trunk(ids, self._mask(t), self._positions(stop - start, t), self._caches[0])
+        if self._keeps:
+            self.activations[self._active, start:stop] = out
         return out
 
     def _sample(self, t: int, hidden: Tensor) -> Tensor:
@@ -191,7 +208,7 @@ class _Decoder:
         logits = self._policy.head.logits(hidden, self._policy.branch.compute_dtype) / self._settings.temperature
         drawn = draw_tokens(logits, self._uniforms[self._active, t])
         if drawn is None:
-            below = self._base.trunk is not None and not bool(torch.isfinite(self.activations[self._active]).all())
+            below = self._keeps and not bool(torch.isfinite(self.activations[self._active]).all())
             trunk = ", nor are the trunk's activations below them" if below else ""
             raise RunFailed(
                 f"generate: the actor's logits for response token {t} are not finite{trunk}; weights are damaged or "

@@ -155,12 +155,11 @@ def planned_ppo(config: RunConfig, prompts: int) -> str:
     ppo = config.ppo
     responses = ppo.steps * ppo.rollout_batch_size
     drawn = responses // config.sampling.responses_per_prompt
-    critic = ppo.steps * ppo.updates_a_rollout
-    actor = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
+    steps = config.optimizer_steps
     return (
         f"ppo: {ppo.steps:,} steps x {ppo.rollout_batch_size:,} = {responses:,} responses to {drawn:,} prompts "
-        f"({drawn / prompts:.1f} times the {prompts:,} given); {actor:,} optimizer steps of the actor, {critic:,} of "
-        "the critic"
+        f"({drawn / prompts:.1f} times the {prompts:,} given); {steps['actor']:,} optimizer steps of the actor, "
+        f"{steps['critic']:,} of the critic"
     )
 
 

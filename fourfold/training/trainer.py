@@ -141,7 +141,7 @@ class Trainer:
             scored,
             valid,
             learned.metrics | self.sizes.metrics(len(rollout.sequences)),
-            self.accountant.step(rollout, learned.actor, learned.critic, full_kl=settings.kl_estimator == "full"),
+            self.accountant.step(rollout, learned, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
             kl_coef=shaping.kl_coef,
             shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),

@@ -43,6 +43,8 @@ NO_PAIRS = "without pairs"
 LOADED = [NO_PAIRS, "reward.source=checkpoint", "reward.checkpoint=x"]
 CALLED = [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.init=actor"]
 EVALUATED = "data.prompts_test.path=d.csv"
+TRAINED = ["trunk.train=true"]
+UNCLIPPED = [f"{section}.max_grad_norm=0" for section in ("sft", "reward", "ppo", "critic")]
 
 REFUSED = [
     (
@@ -64,6 +66,26 @@ REFUSED = [
         ["sharing.mode=none", "trunk.branch_layers=4"],
         "trunk.branch_layers: given, but sharing.mode = 'none' has no trunk",
     ),
+    (["trunk.branch_layers=0"], "trunk.branch_layers: given 0, .* allowed: 1 or more; try 4, or trunk.train = true"),
+    (["trunk.lr_scale=1"], "trunk.lr_scale: given, but trunk.train = false freezes the trunk"),
+    (["trunk.alternate=1"], "trunk.alternate: given, but trunk.train = false"),
+    ([*TRAINED, "trunk.alternate=1", "trunk.critic_grad_scale=1"], "trunk.critic_grad_scale: given, but trunk.alt"),
+    ([*TRAINED, "trunk.alternate=1", "trunk.decoupling=1"], "trunk.decoupling: given, but trunk.alternate"),
+    ([*TRAINED, "trunk.critic_grad_scale=0", "trunk.balance=grad_norm"], "trunk.balance: given, but .* = 0 keeps"),
+    ([*TRAINED, "trunk.branch_layers=0", "trunk.decoupling=1"], "trunk.decoupling: given 1 beside .*branch_layers = 0"),
+    (
+        [*TRAINED, "trunk.alternate=4"],
+        "trunk.alternate: given 4, but a rollout has 4 mini-batches in all .* never has a turn; allowed: at most 3",
+    ),
+    (
+        [*TRAINED, "memory.optimizer_in_backward=true", *UNCLIPPED],
+        "trunk.train: true puts the trunk's gradient together from the actor's and the critic's",
+    ),
+    (
+        [*TRAINED, "trunk.alternate=3", "ppo.steps=5", "ppo.warmup_steps=6"],
+        "ppo.warmup_steps: given 6, but there are 5 optimizer steps",
+    ),
+    (["sharing.mode=none", "trunk.train=true"], "trunk.train: given, but sharing.mode = 'none' has no trunk"),
     (["ppo.kl_loss_coef=0.1"], "ppo.kl_loss_coef: given 0.1 beside ppo.kl_coef = 0.05: KL would be charged twice"),
     (["ppo.dual_clip=1"], "ppo.dual_clip: given 1.0; allowed: 0 .off. or a number > 1"),
     (["ppo.dual_clip=0.5"], "ppo.dual_clip: given 0.5"),

@@ -53,6 +53,19 @@ def test_a_shorter_branch_halves_what_lies_above_the_trunk() -> None:
     assert found["memory.optimizer_residency"] == ('"park"', 400) and found["reference.residency"] == ('"park"', 50)
 
 
+def test_a_trunk_that_is_not_trained_needs_no_copy_gradients_or_moments() -> None:
+    """Every trained byte has 700 / 700 of gradients and 1,400 / 700 of moments."""
+    weights = {"trunk": 1000, "trained trunk": 500, "actor": 100, "critic": 100, "reference": 50}
+    held = Held(weights=weights, trained=700, gradients=700, states=1400, trunk_layers=10, own_layers=2)
+    found = by_setting("load", held, config(trunk={"branch_layers": 2, "train": True}))
+    assert found["trunk.train"] == ("false", 500 + 500 + 1000)
+    # Half of the branches: 250 of weights, 200 x 3 of what they learn with, less what the trunk takes over for both: a
+    # trained copy with what it learns with, and a frozen one in bfloat16.
+    assert found["trunk.branch_layers"] == ("1", (250 + 600 - 100 * (1 + 0.5 + 3)) // 2)
+    held = Held(weights=weights, passing=1200, own_layers=2, trunk_layers=10)
+    assert by_setting("learn", held, config())["memory.checkpointing"] == ('"layers"', 1100)
+
+
 def test_checkpointing_keeps_one_layer_of_activations() -> None:
     held = Held(weights={"trunk": 10}, passing=1000, own_layers=4)
     found = by_setting("learn", held, config())

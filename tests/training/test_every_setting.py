@@ -124,11 +124,18 @@ def dataset(name: str) -> list[Row]:
 
 
 ADAPTED = {"sharing.mode": "adapters", "trunk": None}
+TRAINED = {"trunk.train": True}
 ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
 ALL_TOKENS = list(range(4, 160))
 ROWS = [
     Row("seed", 0, 1, prompts),
     Row("trunk.branch_layers", 2, 1, trunk_layers),
+    Row("trunk.train", False, True, metric("trunk_drift")),
+    Row("trunk.lr_scale", 0.1, 1.0, metric("trunk_drift"), also=TRAINED),
+    Row("trunk.critic_grad_scale", 0.5, 0.0, metric("trunk_grad_norm"), also=TRAINED),
+    Row("trunk.balance", "none", "grad_norm", metric("trunk_critic_scale_mean"), also=TRAINED),
+    Row("trunk.alternate", 0, 1, metric("actor_optimizer_steps"), also=TRAINED),
+    Row("trunk.decoupling", 0.0, 1.0, weights("critic"), also=TRAINED),
     Row("adapters.rank", 4, 2, adapter_sizes, also=ADAPTED),
     Row("adapters.alpha", 4.0, 64.0, weights("actor"), also=ADAPTED),
     Row("adapters.targets", [], ["q_proj"], adapter_sizes, also=ADAPTED),

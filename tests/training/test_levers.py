@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fourfold.config import ConfigError
 from fourfold.planner.levers import LEVERS, Lever, lever
@@ -131,7 +132,7 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
 
 
 def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> tuple[Weights, Weights]:
-    """Actor and critic before and after one step, as one mapping each."""
+    """Actor and critic, and a trained trunk, before and after one step, as one mapping each."""
     return moved_by(json.dumps(tree_with(folder, levers, compared)))
 
 
@@ -140,7 +141,9 @@ def moved_by(tree: str) -> tuple[Weights, Weights]:
     """`moved` by these settings."""
     trainer = make_trainer(make_config(json.loads(tree)))
     give_value_head(trainer.models)
-    roles = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    roles: dict[str, nn.Module] = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    if trainer.models.trunk is not None:
+        roles["trunk"] = trainer.models.trunk
     before = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
     trainer.step()
     after = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}

@@ -65,6 +65,11 @@ def in_backward(config: RunConfig) -> Iterator[str]:
                 f"{name}.micro_batch_size: {micro} adds gradients up to {name}.{key} = {size}, but {because}; "
                 f"set {name}.micro_batch_size = {size}, or {name}.{key} = {micro}"
             )
+    if "ppo" in config.stages and config.sharing.mode == "trunk" and config.trunk.train:
+        yield (
+            f"trunk.train: true puts the trunk's gradient together from the actor's and the critic's, but {because}; "
+            "set memory.optimizer_in_backward = false, or trunk.train = false"
+        )
     if "ppo" in config.stages and config.ppo.target_kl is not None:
         yield (
             f"ppo.target_kl: given {config.ppo.target_kl:g}, which drops a step after its backward pass, but "

@@ -20,15 +20,46 @@ class ModelSection(Section):
 
 
 class TrunkSection(Section):
-    branch_layers: PositiveInt = Field(
-        default=4, description="Upper layers that every role owns; the layers below form the shared frozen trunk."
+    branch_layers: Count = Field(
+        default=4,
+        description="Upper layers that every role owns; the layers below form the shared trunk. 0 (with train): all "
+        "layers are shared, a role owns its final norm and its head.",
     )
+    train: bool = Field(
+        default=False,
+        description="Train the trunk's layers in ppo, one copy for actor and critic; reference and reward keep them as "
+        "they were at step 0. The embedding and the language head stay frozen.",
+    )
+    lr_scale: PositiveFloat = Field(default=0.1, description="The trunk's learning rate in parts of ppo.learning_rate.")
+    critic_grad_scale: NonNegativeFloat = Field(
+        default=0.5, description="Factor of the critic's gradient into the trunk; 0: the critic never moves it."
+    )
+    balance: Literal["none", "grad_norm"] = Field(
+        default="none",
+        description="'grad_norm': the critic's gradient into the trunk is scaled in every mini-batch, so that its norm "
+        "is critic_grad_scale times that of the actor's.",
+    )
+    alternate: Count = Field(
+        default=0,
+        description="Mini-batches of the critic alone, over a trunk that stands still, before as many of the actor "
+        "alone, which moves the trunk; 0: both learn from every mini-batch.",
+    )
+    decoupling: NonNegativeFloat = Field(
+        default=0.0,
+        description="Factor of a penalty on the squared cosine between the features that the two heads read.",
+    )
+
+    def turn(self, index: int) -> Literal["both", "critic", "actor"]:
+        """Who learns from mini-batch `index` of a rollout."""
+        if self.alternate == 0:
+            return "both"
+        return "critic" if index // self.alternate % 2 == 0 else "actor"
 
 
 class SharingSection(Section):
     mode: Literal["trunk", "adapters", "none"] = Field(
         default="trunk",
-        description="'trunk': the lower layers are shared and frozen, their activations cached. "
+        description="'trunk': the lower layers are shared; frozen ones have their activations cached. "
         "'adapters': all layers are shared and frozen, every role has low-rank adapters on them. "
         "'none': four separate models, actor and critic trained in full.",
     )

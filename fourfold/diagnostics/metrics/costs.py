@@ -51,7 +51,15 @@ _ROWS_AT_ONCE = (
     ),
 )
 _EXPECTED_PASSES = {
-    ("trunk", "forward"): "1 under `sharing.mode` = 'trunk', else 0",
+    (
+        "trunk",
+        "forward",
+    ): "1 under `sharing.mode` = 'trunk', else 0; under `trunk.train`, its frozen copy included, 4 + `ppo.num_epochs`, "
+    "5 with a reward model (2 more for KL 'full')",
+    (
+        "trunk",
+        "backward",
+    ): "0: it is frozen; under `trunk.train` `ppo.num_epochs`, counted twice where its two gradients are taken apart",
     (
         "actor",
         "forward",
@@ -63,6 +71,7 @@ _EXPECTED_PASSES = {
     ("critic", "backward"): "`ppo.num_epochs`, fewer when early_stopped",
 }
 _TRAINED = ("actor", "critic")
+_NOT_TRAINED = {"trunk": "0: it is not trained, unless by `trunk.train`"}
 
 
 def _time_and_memory() -> tuple[Metric, ...]:
@@ -151,7 +160,9 @@ def _work_of(model: str) -> tuple[Metric, ...]:
             "FLOP",
             f"floating-point operations of the {model} in {phase}, forward and backward (two a multiply-add)",
             "none",
-            "above 0 where it works" if phase != "learn" or model in _TRAINED else "0: it is not trained",
+            "above 0 where it works"
+            if phase != "learn" or model in _TRAINED
+            else _NOT_TRAINED.get(model, "0: it is not trained"),
             "see the passes",
         )
         for phase in COUNTED_PHASES
