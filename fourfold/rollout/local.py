@@ -7,6 +7,7 @@ trained trunk's output is not kept, and the ids are what the roles get.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,7 @@ class LocalSampler:
         """One response a row; log-probs are taken again by the training engine over the cached activations."""
         width = max(len(tokens) for tokens in prompts.tokens)
         rows = len(prompts.tokens)
+        _require_finite(self._policy)
         policy = self._current_policy()
         chunks: list[_Decoder] = []
 
@@ -118,6 +120,17 @@ class LocalSampler:
             if target is not source:
                 target.copy_(source)
         return self._working
+
+
+def _require_finite(policy: Policy) -> None:
+    """Logits do not show every damage: attention kernels may turn NaN into a number, some on one processor only."""
+    named = [(name, p) for name, p in policy.named_parameters() if p.ndim >= 2]  # a bias may bar tokens by -inf
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm([p.detach() for _, p in named], math.inf)])
+    if bad := (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
+        raise RunFailed(
+            f"generate: {len(bad)} of the actor's {len(named)} weights are not finite, the first {named[bad[0]][0]!r}; "
+            "the learning rate is too high or the weights are damaged; the last good checkpoint is kept"
+        )
 
 
 def _all_parameters(policy: Policy) -> list[nn.Parameter]:
