@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
 from fourfold.planner.advice import Held, advice, mib
@@ -24,6 +25,7 @@ class Room:
     def of(cls, config: RunConfig, budget: Budget, whole: int, own: int, layers: tuple[int, int], hidden: int) -> Room:
         """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own."""
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
+        roles = [role for role in roles if role not in roles_at_a_service(config)]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
         planned = Held(
             weights={name: size for name, size in weights.items() if size},

@@ -29,6 +29,7 @@ from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Inputs
 from fourfold.training.rows import TIMED_PHASES
+from fourfold.training.services import reference_at_service, reward_at_service
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
@@ -55,6 +56,8 @@ def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
             on_failure=config.reward.on_failure,
         )
     assert models.reward is not None, "assemble has loaded the reward model"
+    if config.reward.residency == "service":
+        return reward_at_service(config, models.base, models.reward, models.critic)
     return ModelReward(models.reward)
 
 
@@ -77,8 +80,11 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
-    if models.reward is not None:
+    if config.reference.residency == "service":
+        models.reference = reference_at_service(config, models.base, models.reference, models.actor)
+    else:
+        place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.reward is not None and config.reward.residency != "service":
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
     learner = _learner(config, models, folder)
     sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
