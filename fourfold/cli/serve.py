@@ -1,7 +1,7 @@
 """Hold the reference and the reward model of a run in a process of their own and score for others, over HTTP.
 
-A run with reference.residency or reward.residency = "service" asks it, and then holds no such weights itself. Any program
-may ask: docs/service.md has the format. SIGINT and SIGTERM end it.
+A run with reference.residency or reward.residency = "service" asks it, and then holds no such weights itself. Any
+program may ask: docs/service.md has the format. SIGINT and SIGTERM end it.
 """
 
 from __future__ import annotations

@@ -80,12 +80,7 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    if config.reference.residency == "service":
-        models.reference = reference_at_service(config, models.base, models.reference, models.actor)
-    else:
-        place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
-    if models.reward is not None and config.reward.residency != "service":
-        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+    _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
     sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
     census = Census(
@@ -124,6 +119,16 @@ def build_trainer(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )
     return trainer
+
+
+def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
+    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
+    if config.reference.residency == "service":
+        models.reference = reference_at_service(config, models.base, models.reference, models.actor)
+    else:
+        place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.reward is not None and config.reward.residency != "service":
+        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
 
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:

@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "fourfold", ""
 
     def setup(self) -> None:
-        self.timeout = self.server.limits.read_seconds
+        self.request.settimeout(self.server.limits.read_seconds)
         super().setup()
 
     def do_GET(self) -> None:
