@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._unread -= len(pieces[-1])
             if not pieces[-1]:
                 raise Refused(HTTPStatus.BAD_REQUEST, f"{length - missing} of {length} bytes came")
-            if time.monotonic() > until:
+            if self._unread > 0 and time.monotonic() > until:
                 raise TimeoutError
         return b"".join(pieces)
 
