@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
@@ -33,7 +32,7 @@ def reference_at_service(config: RunConfig, base: Base, form: Policy, actor: Pol
     reference = RemotePolicy(form, remote)
     with torch.no_grad():
         here, there = (role.log_probs(activations, probe, temperature)[0] for role in (actor, reference))
-    _require_close("reference", "log-probs", here, there, base)
+    _require_close("reference", "log-probs", float((here - there).abs().max()), base)
     return reference
 
 
@@ -49,7 +48,9 @@ def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Score
     with torch.no_grad():
         there, _ = reward(activations, probe)
         if config.critic.init == "reward":
-            _require_close("reward", "scores", critic.scores(activations), there, base)
+            here = critic.scores(activations)
+            gap = (here - there).abs() / here.abs().clamp(min=1.0)  # scores have a scale of their own
+            _require_close("reward", "scores", float(gap.max()), base)
     return reward
 
 
@@ -70,8 +71,7 @@ def _probe(base: Base) -> tuple[Rollout, Activations]:
     return rollout, Activations(inputs, mask)
 
 
-def _require_close(role: str, what: str, here: Tensor, there: Tensor, base: Base) -> None:
-    gap = float(((here - there).abs() / here.abs().clamp(min=1.0)).max())
+def _require_close(role: str, what: str, gap: float, base: Base) -> None:
     bound = BOUNDS[base.policy.branch.compute_dtype].ratio[1]
     if not gap <= bound:
         raise RunFailed(

@@ -10,7 +10,7 @@ from typing import Any
 from fourfold.scoring.service.hosted import Hosted
 from fourfold.scoring.service.server import Limits, ScoringServer
 from fourfold.training.serve import load_hosted
-from training.runs import Tree, make_config, merged
+from training.runs import Tree, make_config, merged, pays_by_hash
 
 
 @contextlib.contextmanager
@@ -56,3 +56,24 @@ class Watched:
         """See it, then answer it."""
         self._before(role, message)
         return self._hosted.answer(role, message, deadline)
+
+
+_stopping: dict[int, ScoringServer] = {}
+_calls = 0
+
+
+def stop_at_call(call: int, server: ScoringServer) -> None:
+    """The given call of `pays_and_stops_the_service` from now on does what its name says; 0 is none."""
+    global _calls
+    _calls = 0
+    _stopping.clear()
+    _stopping[call] = server
+
+
+def pays_and_stops_the_service(prompts: list[str], responses: list[str]) -> list[float]:
+    """As `pays_by_hash`."""
+    global _calls
+    _calls += 1
+    if _calls in _stopping:
+        stop(_stopping[_calls])
+    return pays_by_hash(prompts, responses)

@@ -103,8 +103,8 @@ class MemorySection(Section):
 RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
     "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
-    "'service': not in this process at all; the `fourfold serve` of [service] has them and is asked (over a trunk equal "
-    "but for rounding)."
+    "'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal but for "
+    "rounding)."
 )
 
 

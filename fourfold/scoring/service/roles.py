@@ -129,8 +129,8 @@ class RemoteRole:
             numbers = self._numbers(found, rows)
         except BadMessage as error:
             raise RunFailed(
-                f"the service at {self._service.url} gave an answer that cannot be used: {error}; the last good "
-                "checkpoint is kept"
+                f"score: the {self.role}: the service at {self._service.url} gave an answer that cannot be used: "
+                f"{error}; the last good checkpoint is kept"
             ) from error
         except RunFailed as error:
             raise RunFailed(f"score: the {self.role}: {error}") from error
