@@ -168,8 +168,8 @@ def _offload() -> tuple[Metric, ...]:
             Metric(
                 f"{role}_pass_seconds",
                 "s",
-                f"wall-clock time of the {role}'s pass in score, moving its weights included; at a service from request "
-                "to answer, without waiting for other requests",
+                f"wall-clock time of the {role}'s pass in score, moving its weights included; at a service from "
+                "request to answer, without waiting for other requests",
                 "none",
                 "near that of `keep`: reading is hidden behind computing",
                 f"set {key} = 'keep', or 'park' instead of 'stream'",
