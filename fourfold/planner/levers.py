@@ -156,7 +156,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, always: another process has them",
         costs="a request a step; the service needs a base of its own",
         change="exact",
-        trunk_bound=1e-4,  # the service makes the trunk's activations anew
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reference", "stream reference"),
     ),
     Lever(
@@ -167,7 +167,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights, always: another process has them",
         costs="a request a step; the service needs a base of its own",
         change="exact",
-        trunk_bound=1e-4,  # the service makes the trunk's activations anew
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reward", "stream reward"),
     ),
     Lever(

@@ -58,7 +58,8 @@ def test_a_run_without_the_weights_of_two_roles_learns_the_same_bits(tmp_path: P
             full = sum(p.numel() * p.element_size() for p in kept.parameters())
             assert sum(held.values()) <= 4 * len(list(role.parameters())) < full / 50
         if init != "reward":
-            give_value_head(plain.models), give_value_head(models)
+            give_value_head(plain.models)
+            give_value_head(models)
         rows = []
         for trainer in (plain, away):
             trainer.check()
@@ -216,12 +217,21 @@ def test_a_run_whose_service_dies_fails_and_goes_on_with_the_next_to_the_same_en
             run(at_service(merged(tree, function), server.url, "reference"))
         stop_at_call(0, server)
 
-    config = write_config(tree, tmp_path / "away.toml")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "A_TOKEN": "secret"}
-    program = [sys.executable, "-m", "fourfold", "serve", str(config), "--port", "0", "--token-env", "A_TOKEN"]
+    program = [
+        sys.executable,
+        "-m",
+        "fourfold",
+        "serve",
+        str(tmp_path / "away"),
+        "--port",
+        "0",
+        "--token-env",
+        "A_TOKEN",
+    ]
     process = subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
     try:
-        assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         [url] = next(found for line in lines if (found := re.findall(r"serving reference of .* at (http:\S+)", line)))
         os.environ["A_TOKEN"] = "secret"

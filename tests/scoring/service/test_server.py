@@ -146,7 +146,7 @@ def test_only_those_with_the_token_are_answered(hosted: Hosted) -> None:
         assert ask(server, "GET", "/health")[0] == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}):
             assert post(server, "/v1/scores", ROWS, **headers)[0] == 401
-            assert ask(server, "GET", "/v1/describe", **headers)[0] == 401
+            assert ask(server, "GET", "/v1/describe", b"", **headers)[0] == 401
         assert post(server, "/v1/scores", ROWS, Authorization="Bearer right")[0] == 200
         given = ServiceSection(url=server.url, token_env="SECRET")
         assert Service(given, {"SECRET": "right"}).describe()["roles"]
