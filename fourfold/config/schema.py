@@ -19,6 +19,7 @@ from fourfold.config.sections.models import (
     ModelSection,
     PrecisionSection,
     ReferenceSection,
+    ServiceSection,
     SharingSection,
     SystemSection,
     TrunkSection,
@@ -43,6 +44,7 @@ __all__ = [
     "RunConfig",
     "SamplingSection",
     "Section",
+    "ServiceSection",
     "SftSection",
     "SharingSection",
     "SystemSection",
@@ -72,6 +74,7 @@ class RunConfig(Section):
     sft: SftSection = Field(default_factory=SftSection)
     reference: ReferenceSection = Field(default_factory=ReferenceSection)
     reward: RewardSection = Field(default_factory=RewardSection)
+    service: ServiceSection = Field(default_factory=ServiceSection)
     critic: CriticSection = Field(default_factory=CriticSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     ppo: PpoSection = Field(default_factory=PpoSection)

@@ -46,6 +46,11 @@ class RoleResidency:
         self._parked_bytes = 0
 
     @property
+    def elsewhere(self) -> bool:
+        """Its tensors are this process's own."""
+        return False
+
+    @property
     def where(self) -> str:
         """For the table of roles."""
         return f"{self._device}, {'parked on' if self.mode == 'park' else 'streamed from'} {self.tier}"

@@ -22,12 +22,13 @@ from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.activation_offload import offload_activations
 from fourfold.memory.activations import checkpoint_modules
-from fourfold.memory.offload import Residency, residency_of
-from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
+from fourfold.memory.offload import Residency, absent, residency_of
+from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
 
 AnyRollout = TypeVar("AnyRollout", bound=Rollout)
+AnyRole = TypeVar("AnyRole", "Policy", "Scorer")
 
 
 @dataclass(frozen=True)
@@ -255,8 +256,14 @@ def copy_policy(policy: Policy, *, share_head: bool) -> Policy:
 
 def scorer_on(policy: Policy) -> Scorer:
     """A scorer with a copy of a policy's branch and a new (zero) head."""
+    scorer = scorer_over(policy)
+    return Scorer(copy_part(scorer.branch), scorer.head)
+
+
+def scorer_over(policy: Policy) -> Scorer:
+    """A scorer on the very branch of a policy, which then serves as nothing else, and a new (zero) head."""
     head = ScalarHead(policy.branch.hidden_size).to(next(policy.parameters()).device)
-    return Scorer(copy_part(policy.branch), head)
+    return Scorer(policy.branch, head)
 
 
 def copy_scorer(scorer: Scorer) -> Scorer:
@@ -264,18 +271,36 @@ def copy_scorer(scorer: Scorer) -> Scorer:
     return Scorer(copy_part(scorer.branch), copy.deepcopy(scorer.head))
 
 
+def hollow_copy(role: AnyRole, *, share_head: bool) -> AnyRole:
+    """The form of a role without weights of its own, for one that another process holds; what is shared is shared."""
+    adapted, memo = is_adapted(role.branch), dict[int, Any]()
+    for name, p in role.named_parameters():
+        of_base = adapted and name.startswith("branch.") and not is_adapter(name)
+        of_trunk = share_head and isinstance(role, Policy) and name.startswith("head.")
+        memo[id(p)] = p if of_base or of_trunk else nn.Parameter(absent(p), requires_grad=False)
+    return copy.deepcopy(role, memo)
+
+
 def checksum(modules: Iterable[nn.Module]) -> str:
     """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers.
 
     Tensors that are parked are read one at a time.
     """
+    return checksum_of(pair for module in modules for pair in _tensors(module))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    held = residency_of(module)
+    # Without keep_vars the tensors would be other objects than those that are parked.
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
+        yield name, tensor if held is None else held.read(tensor)
+
+
+def checksum_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """BLAKE2 over names and bytes of tensors, in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for module in modules:
-        held = residency_of(module)
-        # Without keep_vars the tensors would be other objects than those that are parked.
-        for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
-            tensor = tensor if held is None else held.read(tensor)
-            digest.update(name.encode())
-            content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            digest.update(content)
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(content)
     return digest.hexdigest()

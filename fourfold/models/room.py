@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
 from fourfold.planner.advice import TRAINED_TRUNK, Held, advice, mib
@@ -37,6 +38,7 @@ class Room:
         the trunk twice where they are measured; otherwise one role's are there at a time.
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
+        roles = [role for role in roles if role not in roles_at_a_service(config)]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
         weights[TRAINED_TRUNK] = trunk
         together = trunk > 0 and config.trunk.alternate == 0

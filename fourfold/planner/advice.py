@@ -21,6 +21,11 @@ RESUMABLE = frozenset(
         "memory.optimizer_residency",
         "reference.residency",
         "reward.residency",
+        "service.max_rows",
+        "service.retries",
+        "service.timeout_seconds",
+        "service.token_env",
+        "service.url",
     }
 )
 # How the trained copy of the trunk's layers is called among the weights.
@@ -140,7 +145,7 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
-        own = held.weights.get(role, 0)
+        own = 0 if residency == "service" else held.weights.get(role, 0)
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):

@@ -26,9 +26,14 @@ class Lever:
     costs: str
     change: Change
     bound: float = 0.0  # "bounded": largest |difference of the weights' move| / |move| of one update on a tiny model
+    trunk_bound: float = 0.0  # the same for one that is exact but not over a cached trunk
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
     not_benchmarked: str = ""  # why benchmarks/levers.py leaves it out; nothing: it does not
+
+    def bound_over(self, *, trunk: bool) -> float:
+        """The bound with or without a cached trunk; 0 is bit-equality."""
+        return self.bound + (self.trunk_bound if trunk else 0.0)
 
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
@@ -125,7 +130,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reference",),
+        excludes=("stream reference", "service reference"),
     ),
     Lever(
         name="stream reference",
@@ -134,7 +139,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reference",),
+        excludes=("park reference", "service reference"),
     ),
     Lever(
         name="park reward",
@@ -143,7 +148,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reward",),
+        excludes=("stream reward", "service reward"),
     ),
     Lever(
         name="stream reward",
@@ -152,7 +157,31 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reward",),
+        excludes=("park reward", "service reward"),
+    ),
+    Lever(
+        name="service reference",
+        where="fourfold.scoring.service.roles",
+        settings={"reference.residency": "service"},
+        baseline=SEPARATE,
+        saves="the reference's own weights, always: another process has them",
+        costs="a request a step; the service needs a base of its own",
+        change="exact",
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
+        excludes=("park reference", "stream reference"),
+        not_benchmarked="needs a second process that holds the role",
+    ),
+    Lever(
+        name="service reward",
+        where="fourfold.scoring.service.roles",
+        settings={"reward.residency": "service"},
+        baseline=SEPARATE,
+        saves="the reward model's own weights, always: another process has them",
+        costs="a request a step; the service needs a base of its own",
+        change="exact",
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
+        excludes=("park reward", "stream reward"),
+        not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
         name="park optimizer",

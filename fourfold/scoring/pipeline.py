@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, batch_size
-from fourfold.memory.offload import resident
+from fourfold.memory.offload import is_elsewhere, resident
 from fourfold.models.roles import Activations, Policy, Scorer, by_length, micro_batch
+from fourfold.scoring.service.roles import sent_ahead
 from fourfold.scoring.sources import RewardSource
 
 Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
@@ -35,6 +37,7 @@ def score(
     """The scored rollout and, for each row, whether its score is valid (bool [batch]).
 
     One role after the other goes through the rollout, so that those that are not kept in memory come in once, alone.
+    Those at a service are asked at the start and heard at the end: they work while the others do.
     """
     found = _Opinions.empty(rollout)
     size = batch_size(micro_batch_size, "score", "reference")
@@ -55,24 +58,17 @@ def score(
         with size.working("reward"):
             return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
 
-    for role, asked in ((reference, of_reference), (critic, of_critic), (reward, of_reward)):
+    roles: list[tuple[Any, Asked]] = [(reference, of_reference), (critic, of_critic), (reward, of_reward)]
+    with sent_ahead((reference, reward), rollout, order, size.size, temperature):
+        for role, asked in sorted(roles, key=lambda each: is_elsewhere(each[0])):
 
-        def opinions(piece: slice, asked: Asked = asked) -> None:
-            part, inputs = micro_batch(rollout, activations, order[piece])
-            found.put(order[piece], **asked(inputs, part))
+            def opinions(piece: slice, asked: Asked = asked) -> None:
+                part, inputs = micro_batch(rollout, activations, order[piece])
+                found.put(order[piece], **asked(inputs, part))
 
-        with resident(role):
-            size.through(len(order), opinions)
-    checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
-    for role, name in checked:
-        if not bool(torch.isfinite(getattr(found, name)).all()):
-            raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
-    claimed = found.scores[found.valid]
-    if bad := int((~torch.isfinite(claimed)).sum()):
-        raise RunFailed(
-            f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; the "
-            "last good checkpoint is kept"
-        )
+            with resident(role):
+                size.through(len(order), opinions)
+    found.require_finite()
     scored = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
     return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **scored), found.valid
 
@@ -87,6 +83,19 @@ class _Opinions:
     last_values: Tensor
     scores: Tensor
     valid: Tensor
+
+    def require_finite(self) -> None:
+        """RunFailed where a model's number is none, or a score that is called valid."""
+        checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
+        for role, name in checked:
+            if not bool(torch.isfinite(getattr(self, name)).all()):
+                raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
+        claimed = self.scores[self.valid]
+        if bad := int((~torch.isfinite(claimed)).sum()):
+            raise RunFailed(
+                f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; "
+                "the last good checkpoint is kept"
+            )
 
     @classmethod
     def empty(cls, rollout: Rollout) -> _Opinions:

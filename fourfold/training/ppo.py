@@ -33,6 +33,7 @@ from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.rows import TIMED_PHASES
+from fourfold.training.services import reference_at_service, reward_at_service
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
@@ -58,6 +59,8 @@ def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
             on_failure=config.reward.on_failure,
         )
     assert models.reward is not None, "assemble has loaded the reward model"
+    if config.reward.residency == "service":
+        return reward_at_service(config, models.base, models.reward, models.critic)
     return ModelReward(models.reward)
 
 
@@ -80,9 +83,7 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
-    if models.reward is not None:
-        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+    _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
     sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
     census = _census(config, models, learner)
@@ -130,6 +131,16 @@ def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
         weights=lambda: {row.model: row.bytes for row in role_rows(models)},
         set_aside=lambda: 0 if trunk is None else trunk.gradients.bytes,
     )
+
+
+def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
+    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
+    if config.reference.residency == "service":
+        models.reference = reference_at_service(config, models.base, models.reference, models.actor)
+    else:
+        place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.reward is not None and config.reward.residency != "service":
+        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
 
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:

@@ -75,7 +75,7 @@ def collect(
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
         "batch_sizes": sizes.state(),
-        "frozen_checksum": models.frozen_checksum(),
+        "frozen_checksums": models.frozen_checksums(),
         "optimizers": {},
     }
     for name, optimizer in learner.optimizers().items():
@@ -91,10 +91,12 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes:
 
     The frozen models are rebuilt from the stages' files, so they are compared with what the run had.
     """
-    if checkpoint.state["frozen_checksum"] != models.frozen_checksum():
+    before, now = checkpoint.state["frozen_checksums"], models.frozen_checksums()
+    # A role at a service, then or now, is in one of the two only: the service's weights were compared with the run's.
+    if changed := [name for name in before.keys() & now.keys() if before[name] != now[name]]:
         raise ValueError(
-            f"{checkpoint.path}: reference, reward or trunk are not those of the interrupted run (checksums differ); "
-            "restore the stage folders, or start again in a new output folder"
+            f"{checkpoint.path}: {' and '.join(sorted(changed))} are not those of the interrupted run (checksums "
+            "differ); restore the stage folders, or start again in a new output folder"
         )
     for name, role in _roles(models).items():
         load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shares_head)

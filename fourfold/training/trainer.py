@@ -66,7 +66,7 @@ class Trainer:
         checkpoint = self.store.latest()
         if checkpoint is not None:
             self.progress = restore(checkpoint, self.models, self.learner, self.sizes)
-        self._frozen = self.models.frozen_checksum()
+        self._frozen = self.models.frozen_checksums()
         return checkpoint is not None
 
     def check(self) -> Preflight:
@@ -186,7 +186,7 @@ class Trainer:
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint, after making sure that nothing frozen has moved."""
         with self.census.phase(self.meter, "save"):
-            if self.models.frozen_checksum() != self._frozen:
+            if self.models.frozen_checksums() != self._frozen:
                 raise RunFailed(
                     f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
                     "must never do; nothing was saved, the checkpoint before is intact"

@@ -248,3 +248,24 @@ def test_residency_of_what_is_not_there_is_ignored() -> None:
     assert "has no reward model" in problem
     # `fourfold sft CONFIG` and `fourfold ppo CONFIG` read the same file.
     assert found('stages=["sft"]', "reference.residency=park", "reward.residency=stream") == []
+
+
+def test_roles_at_a_service_need_its_address() -> None:
+    at = "reference.residency=service"
+    [problem] = found(at)
+    assert problem.startswith("service.url: not given, but reference.residency = 'service' needs")
+    for url in ("127.0.0.1:8777", "ftp://a:1", "http://", "http://a:99999", "http://a:b"):
+        [problem] = found(at, "reward.residency=service", f"service.url={url}")
+        assert "is no http:// or https:// address, but reference.residency and reward.residency" in problem
+    [problem] = found(at, "service.url=http://user:secret@host:1")
+    assert "a token stands in service.token_env" in problem
+    address = "service.url=http://127.0.0.1:8777"
+    for url in ("https://scores.example/team", "http://localhost:1"):
+        assert found(at, f"service.url={url}") == []
+    [problem] = found(address)
+    assert "no role has residency = 'service'" in problem
+    [problem] = found(at, address, "service.max_rows=31")
+    assert "fewer than the ppo.micro_batch_size = 32" in problem
+    [problem] = found(at, address, "ppo.kl_estimator=full")
+    assert "try residency = 'park'" in problem
+    assert found("reward.residency=service", address, "ppo.kl_estimator=full") == []

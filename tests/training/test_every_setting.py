@@ -47,6 +47,7 @@ TESTS = Path(__file__).parents[1]
 BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named_metric"
 OPTIMIZERS = "memory/test_optimizers.py"
 NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
+SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
 SHOWN = {
     "output": "training/test_pipeline.py::test_the_number_of_steps_is_the_number_of_rows",
@@ -61,6 +62,11 @@ SHOWN = {
     "memory.optimizer_residency": f"{OPTIMIZERS}::test_parked_states_are_in_memory_for_one_parameter_in_the_step_only",
     "memory.optimizer_in_backward": f"{OPTIMIZERS}::test_steps_in_backward_are_the_same_and_gradients_go_at_once",
     "reward.residency": "training/test_residency.py::test_roles_are_in_memory_in_their_phase_only",
+    "service.url": f"{SERVICE}::test_a_run_whose_service_dies_fails_and_goes_on_with_the_next_to_the_same_end",
+    "service.token_env": f"{SERVICE}::test_a_wrong_token_stops_the_run_at_its_start",
+    "service.timeout_seconds": f"{SERVER}::test_a_slow_service_is_waited_for_no_longer_than_timeout_seconds",
+    "service.retries": f"{SERVER}::test_what_fails_is_asked_again",
+    "service.max_rows": f"{SERVICE}::test_max_rows_is_the_most_of_one_request",
     **dict.fromkeys(("sft.optimizer", "reward.optimizer", "critic.optimizer", "ppo.optimizer"), NAMED),
     "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",

@@ -64,7 +64,7 @@ def test_a_step_keeps_its_numbers_and_its_masters_in_float32(
     models, kept = trainer.models, keep_experience(monkeypatch)
     report = trainer.check()
     assert report.actor_dtype == report.reference_dtype == f"torch.{compute}"
-    actor, critic, frozen = weights_of(models.actor), weights_of(models.critic), models.frozen_checksum()
+    actor, critic, frozen = weights_of(models.actor), weights_of(models.critic), models.frozen_checksums()
     [row] = steps_of(trainer)
 
     [experience] = kept
@@ -80,7 +80,7 @@ def test_a_step_keeps_its_numbers_and_its_masters_in_float32(
         masters = {name: p for name, p in role.named_parameters() if p.requires_grad}
         assert masters and all(p.dtype == torch.float32 for p in masters.values())
         assert max(float((p.detach() - before[name]).abs().max()) for name, p in masters.items()) > 1e-4
-    assert models.frozen_checksum() == frozen
+    assert models.frozen_checksums() == frozen
     matrices = [p for name, p in models.reference.named_parameters() if p.ndim >= 2 and not is_adapter(name)]
     assert {p.dtype for p in matrices} == {COMPUTE[compute]}, "what stands still is kept in the compute type"
 

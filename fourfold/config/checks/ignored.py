@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from fourfold.config.checks.service import roles_at_a_service
+
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig, TrunkSection
 
@@ -35,6 +37,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
     if config.reward.source == "function":
         because("reward.source = 'function' has no reward model", "reward", "residency")
+    if not roles_at_a_service(config):
+        reason = "no role has residency = 'service'"
+        because(reason, "service", *type(config.service).model_fields)
     if config.reward.source != "checkpoint":
         because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
     if config.reward.source != "function":

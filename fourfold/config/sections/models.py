@@ -133,12 +133,14 @@ class MemorySection(Section):
 
 RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
-    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit."
+    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
+    "'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal but for "
+    "rounding)."
 )
 
 
 class ReferenceSection(Section):
-    residency: Literal["keep", "park", "stream"] = Field(
+    residency: Literal["keep", "park", "stream", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
 
@@ -146,3 +148,19 @@ class ReferenceSection(Section):
 class SystemSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="'auto' takes CUDA where there is one.")
     threads: Count = Field(default=0, description="CPU threads of torch; 0 leaves torch's own choice.")
+
+
+class ServiceSection(Section):
+    url: str = Field(
+        default="", description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'."
+    )
+    token_env: str = Field(
+        default="", description="Name of the environment variable that holds the service's token; empty: no token."
+    )
+    timeout_seconds: PositiveFloat = Field(default=60.0, description="Longest wait for the answer to one request.")
+    retries: Count = Field(
+        default=4, description="How often a request that fails is sent again, after 0.5 s, 1 s, 2 s and so on."
+    )
+    max_rows: PositiveInt = Field(
+        default=256, description="Most rows in one request; at least ppo.micro_batch_size, a multiple of which is sent."
+    )

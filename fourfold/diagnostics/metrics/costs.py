@@ -179,7 +179,8 @@ def _offload() -> tuple[Metric, ...]:
             Metric(
                 f"{role}_pass_seconds",
                 "s",
-                f"wall-clock time of the {role}'s pass in score, moving its weights included",
+                f"wall-clock time of the {role}'s pass in score, moving its weights included; at a service from "
+                "request to answer, without waiting for other requests",
                 "none",
                 "near that of `keep`: reading is hidden behind computing",
                 f"set {key} = 'keep', or 'park' instead of 'stream'",
@@ -188,9 +189,9 @@ def _offload() -> tuple[Metric, ...]:
             Metric(
                 f"{role}_moved_bytes",
                 "bytes",
-                f"weights of the {role} that were read from host memory or disk",
+                f"weights of the {role} that were read from host memory or disk; at a service, requests and answers",
                 "none",
-                "its own weights once ('park') or once a micro-batch ('stream')",
+                "its own weights once ('park') or once a micro-batch ('stream'); 'service': a few bytes a token",
                 "raise `ppo.micro_batch_size`",
                 promised=False,
             ),
