@@ -87,7 +87,7 @@ def build_trainer(
         models.base,
         {"actor": models.actor, "critic": models.critic},
         (learner.actor_optimizer, learner.critic_optimizer),
-        lambda: {row.model: row.bytes for row in role_rows(models)},
+        lambda: {row.model: row.resident_bytes for row in role_rows(models)},
     )
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
@@ -175,7 +175,7 @@ def train_ppo(
             ),
         )
         progress.advance(trainer.progress.step)
-        resident = {row.model: row.bytes for row in role_rows(models)}
+        resident = {row.model: row.resident_bytes for row in role_rows(models)}
         timeline.append(Timeline(stage, step=trainer.progress.step, resident=resident))
         try:
             _check_and_run(trainer, folder, meter, say)
