@@ -117,10 +117,11 @@ def difference(base: Sequence[float], other: Sequence[float]) -> float:
 def result(
     subjects: Sequence[Subject], reports: Mapping[str, Sequence[WorkerReport]], args: argparse.Namespace
 ) -> Result:
-    """All that is kept: the figures, what each side trains, and which lever stands against which side."""
+    """All that is kept: the figures, what stood against what, and what is trained (unless as on the first side)."""
+    told = [next(iter(reports)), *(each.name for each in subjects if each.change == "other parameters")]
     sides = {
-        name: {"what": runs[0].what, "dtype": runs[0].dtype, "trainable_parameters": runs[0].trainable_parameters}
-        for name, runs in reports.items()
+        name: {"what": run.what, "dtype": run.dtype, "trainable_parameters": run.trainable_parameters}
+        for name, run in ((name, reports[name][0]) for name in told)
     }
     levers = {each.name: {"against": each.without.name, "change": each.change} for each in subjects}
     shape = {name: getattr(args, name) for name in ("model", "rounds", *SHAPE)}

@@ -36,6 +36,7 @@ class RoleRow:
     dtype: str
     device: str
     bytes: int
+    resident_bytes: int  # without what is parked now
 
 
 def visible(text: str) -> Text:
@@ -102,6 +103,8 @@ def role_rows(models: FourModels) -> list[RoleRow]:
 
 
 def _role_row(name: str, parameters: Sequence[nn.Parameter], where: str) -> RoleRow:
+    from fourfold.memory.budget import tensor_bytes
+
     sizes: dict[str, int] = {}
     for p in parameters:
         dtype = str(p.dtype).removeprefix("torch.")
@@ -113,6 +116,7 @@ def _role_row(name: str, parameters: Sequence[nn.Parameter], where: str) -> Role
         dtype=" + ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])),
         device=where or ", ".join(sorted({str(p.device) for p in parameters})),
         bytes=sum(sizes.values()),
+        resident_bytes=tensor_bytes(parameters),
     )
 
 

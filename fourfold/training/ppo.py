@@ -128,7 +128,7 @@ def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
         models.base,
         trained,
         learner.optimizers().values(),
-        weights=lambda: {row.model: row.bytes for row in role_rows(models)},
+        weights=lambda: {row.model: row.resident_bytes for row in role_rows(models)},
         set_aside=lambda: 0 if trunk is None else trunk.gradients.bytes,
     )
 
@@ -203,7 +203,7 @@ def train_ppo(
             ),
         )
         progress.advance(trainer.progress.step)
-        resident = {row.model: row.bytes for row in role_rows(models)}
+        resident = {row.model: row.resident_bytes for row in role_rows(models)}
         timeline.append(Timeline(stage, step=trainer.progress.step, resident=resident))
         try:
             _check_and_run(trainer, folder, meter, say)
