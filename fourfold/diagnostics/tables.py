@@ -95,7 +95,8 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
         if unique:
-            held = residency_of(getattr(models, name, None))
+            role = getattr(models, name, None)
+            held = residency_of(role) or getattr(role, "masters", None)
             rows.append(_role_row(name, list(unique.values()), "" if held is None else held.where))
     return rows
 

@@ -22,6 +22,7 @@ from fourfold.config.schema import MemorySection
 from fourfold.memory.activation_offload import offload_activations
 from fourfold.memory.activations import checkpoint_modules
 from fourfold.memory.offload import Residency, residency_of
+from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
@@ -79,6 +80,7 @@ class Policy(nn.Module):
     """Actor or reference: a branch and a language head."""
 
     residency: Residency | None = None  # how a frozen role is held that is not always in memory
+    masters: OffloadedStates | None = None  # where a trained role's float32 numbers are that lie below the device
 
     def __init__(self, branch: Part, head: LanguageHead) -> None:
         super().__init__()
@@ -113,6 +115,7 @@ class Scorer(nn.Module):
     """Critic or reward model: a branch and a scalar head."""
 
     residency: Residency | None = None
+    masters: OffloadedStates | None = None
 
     def __init__(self, branch: Part, head: ScalarHead) -> None:
         super().__init__()
@@ -150,13 +153,23 @@ def freeze(role: Policy | Scorer) -> None:
     a frozen copy computes bit for bit what the trained one computes.
     """
     role.requires_grad_(False)
+    for parameter in _matrices(role):
+        parameter.data = parameter.data.to(role.branch.compute_dtype)
+
+
+def _matrices(role: Policy | Scorer) -> list[nn.Parameter]:
+    """What is multiplied in the compute type whatever it is held in."""
     if is_adapted(role.branch):
-        return  # the base has the compute type already; adapters, like their trained ones, are float32
+        return []  # the base has the compute type already; adapters are float32
     parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
-    for part in parts:
-        for parameter in part.parameters():
-            if parameter.ndim >= 2:
-                parameter.data = parameter.data.to(role.branch.compute_dtype)
+    return [p for part in parts for p in part.parameters() if p.ndim >= 2]
+
+
+def narrowed(module: nn.Module) -> tuple[list[nn.Parameter], torch.dtype]:
+    """The trained parameters of a role whose passes need them in its compute type only, and that type."""
+    if not isinstance(module, Policy | Scorer):
+        return [], torch.float32
+    return [p for p in _matrices(module) if p.requires_grad], module.branch.compute_dtype
 
 
 def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: MemorySection | None = None) -> None:

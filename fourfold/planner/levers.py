@@ -32,6 +32,7 @@ class Lever:
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
+HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
 # What a step within the backward pass needs.
 ONE_MICRO_BATCH: Mapping[str, Any] = {
     "ppo.mini_batch_size": 4,
@@ -150,6 +151,18 @@ LEVERS: tuple[Lever, ...] = (
         saves="Adam's moments but for one parameter's, always",
         costs="reading and writing them once an optimizer step",
         change="exact",
+        excludes=("offload optimizer",),
+    ),
+    Lever(
+        name="offload optimizer",
+        where="fourfold.memory.optimizer_offload",
+        settings={"memory.optimizer_residency": "offload", **HALF},
+        baseline=HALF,
+        saves="Adam's moments and gradients but for those of two parameters; half of the trained matrices; the "
+        "sampler's copy of the actor in the compute type",
+        costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
+        change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
+        excludes=("park optimizer",),
     ),
     Lever(
         name="optimizer in backward",

@@ -136,10 +136,9 @@ def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
 
 
 def _moments(role: Policy | Scorer, memory: MemorySection) -> int:
-    """Bytes of AdamW's two float32 moments of what is trained; parked ones take no memory."""
-    return (
-        0 if memory.optimizer_residency == "park" else 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad)
-    )
+    """Bytes of AdamW's two float32 moments of what is trained; those that lie elsewhere take no memory."""
+    kept = memory.optimizer_residency == "keep"
+    return 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad) if kept else 0
 
 
 def train_ppo(

@@ -34,11 +34,12 @@ def needs_cuda(config: RunConfig) -> list[str]:
 def optimizer_states(config: RunConfig) -> Iterator[str]:
     if config.system.device == "cpu":
         yield from needs_cuda(config)
-    if config.memory.optimizer_residency == "park":
+    residency = config.memory.optimizer_residency
+    if residency != "keep":
         for name, section in trained(config).items():
             if section.optimizer.startswith("paged"):
                 yield (
-                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = 'park': both "
+                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = {residency!r}: both "
                     "move the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
                 )
 
