@@ -25,11 +25,12 @@ class Lever:
     sharing: str
     overrides: tuple[str, ...] = ()
     exact: bool = False
+    dtype: str = "float32"
 
     def side(self) -> Side:
         """How its worker is started."""
         chosen = [text for override in self.overrides for text in ("--set", override)]
-        return Side(self.name, "fourfold", "float32", ("--sharing", self.sharing, *chosen))
+        return Side(self.name, "fourfold", self.dtype, ("--sharing", self.sharing, *chosen))
 
 
 PARKED = ("reference.residency=park", "reward.residency=park")
@@ -54,6 +55,15 @@ LEVERS = (
     Lever("park reference and reward", BASELINE.name, "none", (*PARKED,), exact=True),
     Lever("stream reference and reward", BASELINE.name, "none", (*STREAMED,), exact=True),
     Lever("park optimizer", BASELINE.name, "none", ("memory.optimizer_residency=park",), exact=True),
+    Lever("bfloat16", BASELINE.name, "none", dtype="bfloat16"),
+    Lever(
+        "offload optimizer",
+        "bfloat16",
+        "none",
+        ("memory.optimizer_residency=offload",),
+        exact=True,
+        dtype="bfloat16",
+    ),
     Lever("no clipping", BASELINE.name, "none", UNCLIPPED),
     Lever(
         "optimizer in backward", "no clipping", "none", (*UNCLIPPED, "memory.optimizer_in_backward=true"), exact=True

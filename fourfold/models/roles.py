@@ -219,11 +219,11 @@ def copy_scorer(scorer: Scorer) -> Scorer:
 def checksum(modules: Iterable[nn.Module]) -> str:
     """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers.
 
-    Tensors that are parked are read one at a time.
+    Tensors that are parked are read one at a time, and masters instead of what was rounded from them.
     """
     digest = hashlib.blake2b(digest_size=16)
     for module in modules:
-        held = residency_of(module)
+        held = residency_of(module) or getattr(module, "masters", None)
         # Without keep_vars the tensors would be other objects than those that are parked.
         for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
             tensor = tensor if held is None else held.read(tensor)
