@@ -41,6 +41,10 @@ class Activations:
         """The same with these rows only."""
         return Activations(self.inputs[rows], self.mask[rows])
 
+    def to(self, device: torch.device) -> Activations:
+        """The same on another device."""
+        return Activations(self.inputs.to(device), self.mask.to(device))
+
     def states(self) -> Activations:
         """Without the last token of each row: the state after it belongs to no action, so most passes skip it."""
         return Activations(self.inputs[:, :-1], self.mask[:, :-1] & self.mask[:, 1:])

@@ -175,6 +175,16 @@ LEVERS: tuple[Lever, ...] = (
         excludes=("micro-batches",),
     ),
     Lever(
+        name="overlap scoring",
+        where="fourfold.scoring.ahead",
+        settings={"sampling.overlap_scoring": True, "sampling.batch_size": 4},
+        baseline={"sampling.batch_size": 4},
+        saves="the seconds of reference and reward, as far as sampling leaves the processor room",
+        costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
+        change="bounded",  # as micro-batches: products of other shapes
+        bound=1e-4,
+    ),
+    Lever(
         name="adamw_8bit",
         where="fourfold.memory.optimizers",
         settings={"ppo.optimizer": "adamw_8bit", "critic.optimizer": "adamw_8bit"},

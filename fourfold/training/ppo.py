@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import save_role
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
+from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
@@ -33,6 +35,8 @@ from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
 from fourfold.training.update import Learner
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -91,11 +95,12 @@ def build_trainer(
     )
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
+    ahead = _ahead(config, models, reward, sizes)
     trainer = Trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings, sizes),
+        sampler=LocalSampler(models.base, models.actor, settings, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
@@ -111,6 +116,7 @@ def build_trainer(
         trackers=[],
         meter=meter,
         judge=make_judge(evaluation.judge),
+        ahead=ahead,
         callbacks=callbacks,
     )
     resumed = trainer.resume()
@@ -118,6 +124,20 @@ def build_trainer(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )
     return trainer
+
+
+def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: BatchSizes) -> Ahead | None:
+    """Scoring beside sampling, where the settings ask for it."""
+    if not config.sampling.overlap_scoring:
+        return None
+    if not 0 < config.sampling.batch_size < config.ppo.rollout_batch_size:
+        log.warning(
+            "sampling.overlap_scoring: sampling.batch_size = %d takes the whole rollout of %d at once, so scoring starts "
+            "when sampling is over, beside log-probs and the critic only; give a smaller sampling.batch_size",
+            config.sampling.batch_size,
+            config.ppo.rollout_batch_size,
+        )
+    return Ahead(models.reference, reward, config.sampling.temperature, sizes.ahead)
 
 
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:

@@ -21,6 +21,7 @@ from fourfold.models.assembly import FourModels, set_new_head_bias
 from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
+from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.pipeline import learnable, score
 from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
@@ -54,11 +55,12 @@ class Trainer:
     trackers: list[Tracker]
     meter: PhaseMeter
     judge: Judge | None = None
+    ahead: Ahead | None = None
     callbacks: tuple[StepCallback, ...] = ()
 
     def __post_init__(self) -> None:
         self.progress = Progress(kl_coef=self.config.ppo.kl_coef)
-        self.accountant = Accountant(self.models, self.config.memory)
+        self.accountant = Accountant(self.models, self.config.memory, self.ahead)
         self.last_evaluation: Evaluation | None = None
 
     def resume(self) -> bool:
@@ -80,8 +82,8 @@ class Trainer:
             shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
             set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
-        temperature, size = self.config.sampling.temperature, self.sizes.actor
-        return preflight(self.models, scored, activations, temperature=temperature, fresh=fresh, size=size)
+        settings = {"temperature": self.config.sampling.temperature, "fresh": fresh, "size": self.sizes.actor}
+        return preflight(self.models, scored, activations, **settings)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
@@ -158,6 +160,7 @@ class Trainer:
             temperature=self.config.sampling.temperature,
             kl_estimator=self.config.ppo.kl_estimator,
             micro_batch_size=self.sizes.score,
+            ahead=self.ahead,
         )
 
     def evaluate(self) -> Evaluation:
@@ -169,8 +172,7 @@ class Trainer:
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
         scored = scored.select(valid.nonzero()[:, 0])
-        prompts, responses = texts_of(scored, self.models.base.tokenizer)
-        return summarise(scored, prompts, responses, self.judge)
+        return summarise(scored, *texts_of(scored, self.models.base.tokenizer), self.judge)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""
@@ -191,8 +193,8 @@ class Trainer:
                     f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
                     "must never do; nothing was saved, the checkpoint before is intact"
                 )
-            tensors, state = collect(self.models, self.learner, self.progress, self.sizes)
-            self.store.save(self.progress.step, tensors, state, is_best=is_best)
+            found = collect(self.models, self.learner, self.progress, self.sizes)
+            self.store.save(self.progress.step, *found, is_best=is_best)
 
     def _log(self, row: dict[str, float], kind: str) -> None:
         check_row(row, kind)

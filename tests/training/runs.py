@@ -308,5 +308,5 @@ def deterministic(path: Path) -> list[dict[str, float]]:
 
 
 def _measured(name: str) -> bool:
-    measured = ("tokens_per_second", "offloaded_per_generate_ratio")
+    measured = ("tokens_per_second", "offloaded_per_generate_ratio", "score_hidden_share")
     return name.endswith(("_seconds", "_peak_bytes")) or name in measured

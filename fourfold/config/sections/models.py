@@ -104,12 +104,13 @@ class MemorySection(Section):
 
 RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
-    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit."
+    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
+    "'cpu', for a run on CUDA: in host memory, where the CPU computes with them; scores stay the same but for rounding."
 )
 
 
 class ReferenceSection(Section):
-    residency: Literal["keep", "park", "stream"] = Field(
+    residency: Literal["keep", "park", "stream", "cpu"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
 
