@@ -36,30 +36,30 @@ class Masters:
 
     def __init__(self, parameters: Sequence[nn.Parameter], narrow: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         self._narrow = {id(p) for p in narrow if p.dtype != dtype}
-        self._of: dict[nn.Parameter, nn.Parameter] = {}
+        self.all: dict[nn.Parameter, nn.Parameter] = {}
         for p in parameters:
             narrowed = id(p) in self._narrow
-            self._of[p] = nn.Parameter(p.data.to(HOST)) if narrowed or p.device != HOST else p
+            self.all[p] = nn.Parameter(p.data.to(HOST)) if narrowed or p.device != HOST else p
             if narrowed:
                 p.data = p.data.to(dtype)
 
     @property
     def stepped(self) -> list[nn.Parameter]:
         """What the optimizer gets, in the order of the parameters."""
-        return list(self._of.values())
+        return list(self.all.values())
 
     @property
     def used(self) -> list[nn.Parameter]:
         """What the passes use."""
-        return list(self._of)
+        return list(self.all)
 
     def of(self, tensor: Tensor) -> nn.Parameter | None:
         """The master of a parameter that is held narrowly; None for any other tensor."""
-        return self._of[tensor] if id(tensor) in self._narrow and isinstance(tensor, nn.Parameter) else None
+        return self.all[tensor] if id(tensor) in self._narrow and isinstance(tensor, nn.Parameter) else None
 
     def begin(self, p: nn.Parameter) -> nn.Parameter:
         """The master of a parameter, with the numbers that the step starts from."""
-        master = self._of[p]
+        master = self.all[p]
         if id(p) not in self._narrow and master is not p:
             master.data.copy_(p.data)
         return master
@@ -94,7 +94,7 @@ class _Sum:
 
 
 class Gradients:
-    """Takes gradients down as they are made and adds them up on a thread of its own, while the backward pass goes on."""
+    """Takes gradients down as they are made and adds them up on a thread, while the backward pass goes on."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], folder: Path) -> None:
         self._device = parameters[0].device
@@ -214,7 +214,7 @@ class OffloadedStates(States):
         """The gradient of a parameter, and the bytes of what is parked with it, in memory soon."""
 
         def load() -> tuple[Tensor, Tensor | None]:
-            parked, buffer = self._parked.get(self._masters.begin(p)), None
+            parked, buffer = self._parked.get(self._masters.all[p]), None
             if parked is not None:
                 parked.load(buffer := parked.new_buffer())
             return self._gradients.read(p), buffer

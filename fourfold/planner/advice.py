@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from fourfold.config.schema import RunConfig
 
-# Settings that leave an update as it is, bit for bit (offloaded optimizers on a GPU: but for the CPU's rounding of Adam):
-# a run may be taken up again with others.
+# Settings that leave an update as it is, bit for bit (an offloaded optimizer on a GPU: but for the CPU's rounding of
+# Adam): a run may be taken up again with others.
 RESUMABLE = frozenset(
     {
         "memory.activation_offload",

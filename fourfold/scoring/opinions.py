@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.batch import Rollout
 from fourfold.memory.budget import BatchSize
-from fourfold.memory.offload import resident, residency_of
+from fourfold.memory.offload import residency_of, resident
 from fourfold.models.roles import Activations, Policy, by_length, micro_batch
 from fourfold.scoring.sources import RewardSource
 

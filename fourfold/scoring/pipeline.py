@@ -16,6 +16,9 @@ from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.opinions import Opinions, ask, of_reference, of_reward
 from fourfold.scoring.sources import RewardSource
 
+# The rollout and, for each row, whether its score is valid (bool [batch]).
+Scored = tuple[ScoredRollout, Tensor]
+
 
 @torch.no_grad()
 def score(
@@ -30,8 +33,8 @@ def score(
     kl_estimator: str,
     micro_batch_size: int | BatchSize,
     ahead: Ahead | None = None,
-) -> tuple[ScoredRollout, Tensor]:
-    """The scored rollout and, for each row, whether its score is valid (bool [batch]).
+) -> Scored:
+    """Ask reference, critic and reward about a rollout.
 
     One role after the other goes through the rollout, so that those that are not kept in memory come in once, alone.
     Where reference and reward have been asked `ahead`, while the rollout was sampled, the critic works beside them.

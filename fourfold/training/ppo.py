@@ -81,9 +81,7 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
-    if models.reward is not None:
-        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+    _place(config, models, folder)
     learner = _learner(config, models, folder)
     sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
     census = Census(
@@ -126,14 +124,21 @@ def build_trainer(
     return trainer
 
 
+def _place(config: RunConfig, models: FourModels, folder: Path) -> None:
+    """Hold reference and reward as their settings say."""
+    place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.reward is not None:
+        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+
+
 def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: BatchSizes) -> Ahead | None:
     """Scoring beside sampling, where the settings ask for it."""
     if not config.sampling.overlap_scoring:
         return None
     if not 0 < config.sampling.batch_size < config.ppo.rollout_batch_size:
         log.warning(
-            "sampling.overlap_scoring: sampling.batch_size = %d takes the whole rollout of %d at once, so scoring starts "
-            "when sampling is over, beside log-probs and the critic only; give a smaller sampling.batch_size",
+            "sampling.overlap_scoring: sampling.batch_size = %d takes the whole rollout of %d at once, so scoring "
+            "starts when sampling is over, beside log-probs and the critic only; give a smaller sampling.batch_size",
             config.sampling.batch_size,
             config.ppo.rollout_batch_size,
         )

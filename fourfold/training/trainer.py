@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from fourfold.batch import Rollout, ScoredRollout
+from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.metrics import check_row
 from fourfold.diagnostics.trackers import Tracker
@@ -22,7 +20,7 @@ from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
 from fourfold.scoring.ahead import Ahead
-from fourfold.scoring.pipeline import learnable, score
+from fourfold.scoring.pipeline import Scored, learnable, score
 from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
@@ -82,8 +80,8 @@ class Trainer:
             shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
             set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
-        settings = {"temperature": self.config.sampling.temperature, "fresh": fresh, "size": self.sizes.actor}
-        return preflight(self.models, scored, activations, **settings)
+        temperature, size = self.config.sampling.temperature, self.sizes.actor
+        return preflight(self.models, scored, activations, temperature=temperature, fresh=fresh, size=size)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
@@ -96,9 +94,8 @@ class Trainer:
                 if best or finished or stop.requested or self.progress.step % self.config.checkpoint.every == 0:
                     self.save(is_best=best)
                 if stop.requested and not finished:
-                    raise Interrupted(
-                        f"stopped after step {self.progress.step} of {steps}; the same command goes on from there"
-                    )
+                    done = f"stopped after step {self.progress.step} of {steps}"
+                    raise Interrupted(f"{done}; the same command goes on from there")
 
     def _advance(self) -> bool:
         """A step, its row, and an evaluation where one is due; True when that is the best so far."""
@@ -149,7 +146,7 @@ class Trainer:
             shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
         )
 
-    def _score(self, rollout: Rollout, activations: Activations) -> tuple[ScoredRollout, Tensor]:
+    def _score(self, rollout: Rollout, activations: Activations) -> Scored:
         return score(
             rollout,
             activations,
@@ -193,8 +190,8 @@ class Trainer:
                     f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
                     "must never do; nothing was saved, the checkpoint before is intact"
                 )
-            found = collect(self.models, self.learner, self.progress, self.sizes)
-            self.store.save(self.progress.step, *found, is_best=is_best)
+            collected = collect(self.models, self.learner, self.progress, self.sizes)
+            self.store.save(self.progress.step, *collected, is_best=is_best)
 
     def _log(self, row: dict[str, float], kind: str) -> None:
         check_row(row, kind)

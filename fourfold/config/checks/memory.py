@@ -24,7 +24,7 @@ def trained(config: RunConfig) -> dict[str, OptimizerSection]:
 def needs_cuda(config: RunConfig) -> list[str]:
     """What a run on the CPU cannot do."""
     on_cpu = [
-        f"{role}.residency: given 'cpu', and this run's device is the CPU already, so that 'keep' is the same; set it to "
+        f"{role}.residency: given 'cpu', and this run's device is the CPU already: 'keep' is the same; set it to "
         "'keep'; sampling.overlap_scoring = true scores beside sampling"
         for role in ("reference", "reward")
         if getattr(config, role).residency == "cpu"
@@ -45,8 +45,8 @@ def optimizer_states(config: RunConfig) -> Iterator[str]:
         for name, section in trained(config).items():
             if section.optimizer.startswith("paged"):
                 yield (
-                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = {residency!r}: both "
-                    "move the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
+                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = {residency!r}: "
+                    "both move the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
                 )
 
 
@@ -66,7 +66,7 @@ def overlap(config: RunConfig) -> Iterator[str]:
         )
     if config.memory.count_tensors:
         yield (
-            "sampling.overlap_scoring: true beside memory.count_tensors = true, which counts the tensors of one thread; "
+            "sampling.overlap_scoring: true beside memory.count_tensors = true, which counts those of one thread; "
             "set one of the two to false"
         )
 
