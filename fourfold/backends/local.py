@@ -14,7 +14,7 @@ from fourfold.config.schema import MemorySection, OptimizerSection
 from fourfold.errors import RunFailed
 from fourfold.memory.optimizer_offload import Masters, OffloadedStates
 from fourfold.memory.optimizers import States, make_adamw
-from fourfold.models.roles import narrowed
+from fourfold.models.roles import Policy, Scorer, narrowed
 
 
 class LocalOptimizer:
@@ -60,8 +60,9 @@ class LocalOptimizer:
         if residency == "offload" and folder is not None:
             masters = Masters(self._parameters, *narrowed(module))
             self._optimizer = make_adamw(masters.stepped, self._settings)
-            self.states = OffloadedStates(self._optimizer, masters, folder)
-            module.masters = self.states  # what is saved of the role, and loaded into it
+            self.states = offloaded = OffloadedStates(self._optimizer, masters, folder)
+            if isinstance(module, Policy | Scorer):
+                module.masters = offloaded  # what is saved of the role, and loaded into it
         else:
             self._optimizer = make_adamw(self._parameters, self._settings)
             self.states = States(self._optimizer, park_in=folder if residency == "park" else None)

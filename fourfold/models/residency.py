@@ -118,7 +118,8 @@ class HostResidency:
         held = (*role.named_parameters(), *role.named_buffers())
         # Deep copies whose tensors are on the host already; the modules that other roles hold too stay as they are.
         memo: dict[int, Any] = {id(t): _on_host(t) for _, t in held}
-        role.branch, role.head = copy.deepcopy(role.branch, memo), copy.deepcopy(role.head, memo)
+        for name, module in list(role.named_children()):
+            setattr(role, name, copy.deepcopy(module, memo))
         self._depth = 0
         self._seconds = 0.0
 

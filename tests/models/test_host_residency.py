@@ -24,7 +24,7 @@ def trainer_of(folder: Path, sharing: str, changes: dict[str, Any]) -> Trainer:
 def test_a_role_on_the_host_shares_nothing_and_says_the_same(
     tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host stands for itself here: a run on the CPU refuses 'cpu', the mechanism does not know which device it is."""
+    """The host stands for itself here: a run on the CPU refuses 'cpu', but the mechanism asks for no device."""
     trainer = trainer_of(tmp_path, sharing, {})
     models = trainer.models
     assert models.reward is not None
