@@ -25,6 +25,8 @@ from fourfold.memory.stores import as_bytes, layout_of, store_below
 # Gradients that may wait for their sums: more would keep the memory that taking them down is to free.
 WAITING = 2
 HOST = torch.device("cpu")
+# Lets a narrow weight have a float32 gradient (models/split.py); an older torch would take it for any attribute.
+WIDE_GRADIENTS = "grad_dtype"
 
 
 class Masters:
@@ -36,6 +38,11 @@ class Masters:
 
     def __init__(self, parameters: Sequence[nn.Parameter], narrow: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         self._narrow = {id(p) for p in narrow if p.dtype != dtype}
+        if self._narrow and not hasattr(torch.Tensor, WIDE_GRADIENTS):
+            raise ValueError(
+                f"memory.optimizer_residency: 'offload' needs torch.Tensor.{WIDE_GRADIENTS} for embeddings in the compute "
+                f"type, which torch {torch.__version__} has not (2.13 has); update torch, or try 'park'"
+            )
         self.all: dict[nn.Parameter, nn.Parameter] = {}
         for p in parameters:
             narrowed = id(p) in self._narrow

@@ -122,6 +122,13 @@ def test_a_failure_on_the_way_down_is_not_lost(tmp_path: Path, monkeypatch: pyte
         adam.step()
 
 
+def test_a_torch_that_would_round_gradients_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.memory.optimizer_offload.WIDE_GRADIENTS", "grad_dtype_of_old")
+    _, policy = trained_policy(tmp_path, "llama")
+    with pytest.raises(ValueError, match="'offload' needs torch.Tensor.grad_dtype_of_old.*update torch, or try 'park'"):
+        optimizer(policy, tmp_path / "below", "offload")
+
+
 @pytest.mark.parametrize("residency", ["keep", "park"])
 @pytest.mark.parametrize("first", [True, False])
 def test_states_load_into_each_other(tmp_path: Path, residency: str, first: bool) -> None:
