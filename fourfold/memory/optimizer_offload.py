@@ -40,8 +40,8 @@ class Masters:
         self._narrow = {id(p) for p in narrow if p.dtype != dtype}
         if self._narrow and not hasattr(torch.Tensor, WIDE_GRADIENTS):
             raise ValueError(
-                f"memory.optimizer_residency: 'offload' needs torch.Tensor.{WIDE_GRADIENTS} for embeddings in the compute "
-                f"type, which torch {torch.__version__} has not (2.13 has); update torch, or try 'park'"
+                f"memory.optimizer_residency: 'offload' needs torch.Tensor.{WIDE_GRADIENTS} for embeddings in the "
+                f"compute type, which torch {torch.__version__} has not (2.13 has); update torch, or try 'park'"
             )
         self.all: dict[nn.Parameter, nn.Parameter] = {}
         for p in parameters:

@@ -125,7 +125,9 @@ def test_a_failure_on_the_way_down_is_not_lost(tmp_path: Path, monkeypatch: pyte
 def test_a_torch_that_would_round_gradients_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fourfold.memory.optimizer_offload.WIDE_GRADIENTS", "grad_dtype_of_old")
     _, policy = trained_policy(tmp_path, "llama")
-    with pytest.raises(ValueError, match="'offload' needs torch.Tensor.grad_dtype_of_old.*update torch, or try 'park'"):
+    with pytest.raises(
+        ValueError, match=r"'offload' needs torch\.Tensor\.grad_dtype_of_old.*update torch, or try 'park'"
+    ):
         optimizer(policy, tmp_path / "below", "offload")
 
 
