@@ -96,9 +96,10 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
         if unique:
-            held = residency_of(getattr(models, name, None))
+            role = getattr(models, name, None)
+            held = residency_of(role) or getattr(role, "masters", None)
             row = _role_row(name, list(unique.values()), "" if held is None else held.where)
-            rows.append(replace(row, dtype="-", bytes=0) if is_elsewhere(getattr(models, name, None)) else row)
+            rows.append(replace(row, dtype="-", bytes=0) if is_elsewhere(role) else row)
     return rows
 
 

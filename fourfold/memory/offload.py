@@ -225,7 +225,12 @@ class Streamed:
 
 
 class Residency(Protocol):
-    """How a module's tensors are held that are not always in memory."""
+    """How a module's tensors are held that are not always in memory, or not on the run's device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        ...
 
     @property
     def elsewhere(self) -> bool:

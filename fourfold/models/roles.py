@@ -23,6 +23,7 @@ from fourfold.config.schema import MemorySection
 from fourfold.memory.activation_offload import offload_activations
 from fourfold.memory.activations import checkpoint_modules
 from fourfold.memory.offload import Residency, absent, residency_of
+from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.split import Part
@@ -41,6 +42,10 @@ class Activations:
     def select(self, rows: Tensor) -> Activations:
         """The same with these rows only."""
         return Activations(self.inputs[rows], self.mask[rows])
+
+    def to(self, device: torch.device) -> Activations:
+        """The same on another device."""
+        return Activations(self.inputs.to(device), self.mask.to(device))
 
     def states(self) -> Activations:
         """Without the last token of each row: the state after it belongs to no action, so most passes skip it."""
@@ -81,6 +86,7 @@ class _Role(nn.Module):
     """A branch, and the trunk below it where the role passes token ids through one."""
 
     residency: Residency | None = None  # how a frozen role is held that is not always in memory
+    masters: OffloadedStates | None = None  # where a trained role's float32 numbers are that lie below the device
     _below: tuple[Part, ...] = ()
 
     def __init__(self, branch: Part) -> None:
@@ -201,11 +207,16 @@ def freeze(role: Policy | Scorer) -> None:
     a frozen copy computes bit for bit what the trained one computes.
     """
     role.requires_grad_(False)
+    for parameter in _matrices(role):
+        parameter.data = parameter.data.to(role.branch.compute_dtype)
+
+
+def _matrices(role: Policy | Scorer) -> list[nn.Parameter]:
+    """What is multiplied in the compute type whatever it is held in."""
     if is_adapted(role.branch):
-        return  # the base has the compute type already; adapters, like their trained ones, are float32
+        return []  # the base has the compute type already; adapters are float32
     parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
-    for part in parts:
-        narrow_matrices(part, role.branch.compute_dtype)
+    return [p for part in parts for p in part.parameters() if p.ndim >= 2]
 
 
 def narrow_matrices(module: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -213,6 +224,13 @@ def narrow_matrices(module: nn.Module, compute_dtype: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(compute_dtype)
+
+
+def narrowed(module: nn.Module) -> tuple[list[nn.Parameter], torch.dtype]:
+    """The trained parameters of a role whose passes need them in its compute type only, and that type."""
+    if not isinstance(module, Policy | Scorer):
+        return [], torch.float32
+    return [p for p in _matrices(module) if p.requires_grad], module.branch.compute_dtype
 
 
 def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: MemorySection | None = None) -> None:
@@ -284,13 +302,13 @@ def hollow_copy(role: AnyRole, *, share_head: bool) -> AnyRole:
 def checksum(modules: Iterable[nn.Module]) -> str:
     """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers.
 
-    Tensors that are parked are read one at a time.
+    Tensors that are parked are read one at a time, and masters instead of what was rounded from them.
     """
     return checksum_of(pair for module in modules for pair in _tensors(module))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    held = residency_of(module)
+    held = residency_of(module) or getattr(module, "masters", None)
     # Without keep_vars the tensors would be other objects than those that are parked.
     for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
         yield name, tensor if held is None else held.read(tensor)

@@ -178,11 +178,34 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
 
 def _cast_output(dtype: torch.dtype, module: nn.Embedding, args: tuple, output: Tensor) -> Tensor:
     """Embedding look-ups are not autocast: without this, float32 masters and a frozen copy would differ below."""
-    scale = getattr(module, "embed_scale", None)
-    if scale is None or output.dtype == dtype:
+    scale, weight = getattr(module, "embed_scale", None), module.weight
+    narrow = weight.requires_grad and weight.dtype != torch.float32 and torch.is_grad_enabled()
+    if not narrow and (scale is None or output.dtype == dtype):
         return output.to(dtype)
+    if narrow:
+        weight.grad_dtype = torch.float32
+        rows = _WideGradient.apply(args[0], weight, module.padding_idx)
+    else:
+        rows = nn.functional.embedding(args[0], weight, module.padding_idx)
     # Gemma multiplies the look-up by a scale in the type of its weights: round first, as a frozen copy does.
-    return nn.functional.embedding(args[0], module.weight, module.padding_idx).to(dtype) * scale.to(dtype)
+    return rows.to(dtype) if scale is None else rows.to(dtype) * scale.to(dtype)
+
+
+class _WideGradient(torch.autograd.Function):
+    """A look-up in narrow weights whose gradient is added up in float32: a token that comes often has many addends."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding_idx = len(weight), -1 if padding_idx is None else padding_idx
+        return nn.functional.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        [gradient] = gradients
+        summed = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, ctx.padding_idx, False)
+        return None, summed, None
 
 
 def _renumber(layer: nn.Module, start: int) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from fourfold.config.schema import RunConfig
 
-# Settings that leave an update as it is, bit for bit: a run may be taken up again with others.
+# Settings that leave an update as it is, bit for bit (an offloaded optimizer on a GPU: but for the CPU's rounding of
+# Adam): a run may be taken up again with others.
 RESUMABLE = frozenset(
     {
         "memory.activation_offload",
@@ -152,6 +153,9 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
             yield Advice(f"{role}.residency", '"park"', own)
     if config.memory.optimizer_residency == "keep":
         yield Advice("memory.optimizer_residency", '"park"', held.states)
+    elif config.memory.optimizer_residency == "park":
+        narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
+        yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
     if "ppo" in config.stages and config.ppo.optimizer == "adamw":
         yield Advice("ppo.optimizer", '"adamw_8bit"', held.states // 2 * 3 // 4)
 

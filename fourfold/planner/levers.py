@@ -38,6 +38,7 @@ class Lever:
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
+HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
 # What a step within the backward pass needs.
 ONE_MICRO_BATCH: Mapping[str, Any] = {
     "ppo.mini_batch_size": 4,
@@ -190,6 +191,18 @@ LEVERS: tuple[Lever, ...] = (
         saves="Adam's moments but for one parameter's, always",
         costs="reading and writing them once an optimizer step",
         change="exact",
+        excludes=("offload optimizer",),
+    ),
+    Lever(
+        name="offload optimizer",
+        where="fourfold.memory.optimizer_offload",
+        settings={"memory.optimizer_residency": "offload", **HALF},
+        baseline=HALF,
+        saves="Adam's moments and gradients but for those of two parameters; half of the trained matrices; the "
+        "sampler's copy of the actor in the compute type",
+        costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
+        change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
+        excludes=("park optimizer",),
     ),
     Lever(
         name="optimizer in backward",
@@ -200,6 +213,16 @@ LEVERS: tuple[Lever, ...] = (
         costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
         change="exact",
         excludes=("micro-batches", "trained trunk"),
+    ),
+    Lever(
+        name="overlap scoring",
+        where="fourfold.scoring.ahead",
+        settings={"sampling.overlap_scoring": True, "sampling.batch_size": 4},
+        baseline={"sampling.batch_size": 4},
+        saves="the seconds of reference and reward, as far as sampling leaves the processor room",
+        costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
+        change="bounded",  # as micro-batches: products of other shapes
+        bound=1e-4,
     ),
     Lever(
         name="adamw_8bit",

@@ -25,7 +25,7 @@ from fourfold.models.roles import Activations, Policy, by_length, copy_policy, f
 from fourfold.models.split import Part
 from fourfold.models.trunk import copy_trunk
 from fourfold.rollout.draw import draw_tokens
-from fourfold.rollout.sampler import PromptBatch
+from fourfold.rollout.sampler import Listener, PromptBatch
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,14 @@ class LocalSampler:
     Each row has a generator of its own, so its response does not depend on the rows beside it (exactly so in float32).
     """
 
-    def __init__(self, base: Base, policy: Policy, settings: SamplingSettings, sizes: BatchSizes | None = None) -> None:
+    def __init__(
+        self,
+        base: Base,
+        policy: Policy,
+        settings: SamplingSettings,
+        sizes: BatchSizes | None = None,
+        listener: Listener | None = None,
+    ) -> None:
         self._base = base
         self._policy = policy
         self._settings = settings
@@ -53,6 +60,7 @@ class LocalSampler:
         self._scored_rows = sizes.log_probs if sizes else BatchSize("generate", "actor", settings.score_batch_size)
         self._half = policy.branch.compute_dtype != torch.float32
         self._working: Policy | None = None
+        self._listener = listener
 
     @torch.no_grad()
     def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
@@ -66,32 +74,41 @@ class LocalSampler:
         def decode(piece: slice) -> None:
             chosen = range(rows)[piece]
             chunks.append(_Decoder(self._base, policy, self._settings, prompts, chosen, width).run())
+            if self._listener is not None:
+                self._listener.finished(*self._joined(chunks[-1:], prompts, chosen, policy_version))
 
+        if self._listener is not None:
+            self._listener.begin()
         with self._rows.working("actor"):
             self._rows.through(rows, decode)
         if policy.trunk is not None:
             self._working = None  # where it is a copy, it is one of the whole trunk too: learn needs the room
-        longest = max(int(chunk.lengths.max()) for chunk in chunks)
+        rollout, activations = self._joined(chunks, prompts, range(rows), policy_version)
+        return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
+
+    def _joined(
+        self, chunks: Sequence[_Decoder], prompts: PromptBatch, rows: Sequence[int], policy_version: int
+    ) -> tuple[Rollout, Activations]:
+        """These rows as one rollout, still without the training engine's log-probs."""
+        width, longest = chunks[0].width, max(int(chunk.lengths.max()) for chunk in chunks)
         lengths = torch.cat([chunk.lengths for chunk in chunks])
         sequences = torch.cat([chunk.sequences[:, : width + longest] for chunk in chunks])
-        prompt_mask = torch.cat([chunk.prompt_mask for chunk in chunks])
         sampled = torch.cat([chunk.log_probs[:, :longest] for chunk in chunks])
         device = sequences.device
         rollout = Rollout(
-            prompt_mask=prompt_mask,
+            prompt_mask=torch.cat([chunk.prompt_mask for chunk in chunks]),
             response_mask=torch.arange(longest, device=device) < lengths[:, None],
             sequences=sequences,
             log_probs=torch.zeros_like(sampled),
             sampler_log_probs=sampled,
             truncated=torch.cat([chunk.truncated for chunk in chunks]),
-            policy_version=torch.full((rows,), policy_version, device=device),
-            prompt_id=torch.tensor(prompts.prompt_ids, device=device),
+            policy_version=torch.full((len(rows),), policy_version, device=device),
+            prompt_id=torch.tensor([prompts.prompt_ids[row] for row in rows], device=device),
         )
         inputs = sequences
-        if self._base.trunk is not None and policy.trunk is None:
+        if self._base.trunk is not None and self._policy.trunk is None:
             inputs = torch.cat([chunk.activations[:, : width + longest] for chunk in chunks])
-        activations = Activations(inputs, rollout.attention_mask)
-        return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
+        return rollout, Activations(inputs, rollout.attention_mask)
 
     def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
         found = torch.zeros_like(rollout.sampler_log_probs)
@@ -125,7 +142,7 @@ class LocalSampler:
 def _require_finite(policy: Policy) -> None:
     """Logits do not show every damage: attention kernels may turn NaN into a number, some on one processor only."""
     named = [(name, p) for name, p in policy.named_parameters() if p.ndim >= 2]  # a bias may bar tokens by -inf
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm([p.detach() for _, p in named], math.inf)])
+    largest = torch.stack([torch.linalg.vector_norm(p.detach(), math.inf).float() for _, p in named])
     if bad := (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
         raise RunFailed(
             f"generate: {len(bad)} of the actor's {len(named)} weights are not finite, the first {named[bad[0]][0]!r}; "
@@ -153,7 +170,7 @@ class _Decoder:
         self._base, self._policy, self._settings = base, policy, settings
         device = next(policy.parameters()).device
         count, limit = len(rows), settings.max_new_tokens
-        self._width = width
+        self.width = width
         self.sequences = torch.full((count, width + limit), base.pad_id, dtype=torch.int64, device=device)
         self.prompt_mask = torch.zeros((count, width), dtype=torch.bool, device=device)
         for i, row in enumerate(rows):
@@ -186,11 +203,11 @@ class _Decoder:
             return DynamicCache(config=part.body.config) if part is not None and part.num_layers else None
 
         self._caches = [cache(self._trunk), cache(self._policy.branch)]
-        inputs = self._through_trunk(0, self._width)
+        inputs = self._through_trunk(0, self.width)
         for t in range(self._settings.max_new_tokens):
             hidden = self._policy.branch(inputs, self._mask(t), self._positions(inputs.shape[1], t), self._caches[1])
             ended = self._sample(t, hidden[:, -1])
-            inputs = self._through_trunk(self._width + t, self._width + t + 1)
+            inputs = self._through_trunk(self.width + t, self.width + t + 1)
             if bool(ended.any()):
                 inputs = self._retire(t, ended, inputs)
                 if not len(self._active):
@@ -210,7 +227,7 @@ class _Decoder:
         ids = self.sequences[self._active, start:stop]
         if self._trunk is None:
             return ids
-        t = stop - self._width
+        t = stop - self.width
         out = self._trunk(ids, self._mask(t), self._positions(stop - start, t), self._caches[0])
         if self._keeps:
             self.activations[self._active, start:stop] = out
@@ -228,12 +245,12 @@ class _Decoder:
                 "the learning rate is too high; the last good checkpoint is kept"
             )
         token, self.log_probs[self._active, t] = drawn
-        self.sequences[self._active, self._width + t] = token
+        self.sequences[self._active, self.width + t] = token
         ended = torch.isin(token, self._eos)
         return ended | self._completes_stop_string(t) if self._settings.stop_strings else ended
 
     def _completes_stop_string(self, t: int) -> Tensor:
-        ids = self.sequences[self._active, self._width : self._width + t + 1].tolist()
+        ids = self.sequences[self._active, self.width : self.width + t + 1].tolist()
         texts = self._base.tokenizer.batch_decode(ids, skip_special_tokens=False)
         found = [any(stop in text for stop in self._settings.stop_strings) for text in texts]
         return torch.tensor(found, device=self.sequences.device)

@@ -20,6 +20,7 @@ from fourfold.models.assembly import FourModels
 from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
+from fourfold.scoring.ahead import Ahead
 
 if TYPE_CHECKING:
     from fourfold.training.learner import Learned
@@ -59,7 +60,7 @@ class TrunkWork:
 class Accountant:
     """Turns the passes of a step into metrics."""
 
-    def __init__(self, models: FourModels, memory: MemorySection) -> None:
+    def __init__(self, models: FourModels, memory: MemorySection, ahead: Ahead | None = None) -> None:
         self._again = _forgotten(models.actor.branch, memory)
         self._trunk_again = {} if models.trunk is None else _forgotten(models.trunk, memory)
         self._trained_trunk = models.trunk is not None
@@ -72,23 +73,44 @@ class Accountant:
         self._adapter_parameters = sum(p.numel() for p in matrices)
         roles = {"reference": models.reference, "reward": models.reward}
         self._offloaded_seconds = 0.0
+        self._ahead = ahead
+        self._ahead_seconds = self._hidden_seconds = 0.0
         self._offloaded = {name: held for name, role in roles.items() if (held := residency_of(role)) is not None}
 
     def begin(self) -> None:
         """Forget what offloaded roles have done between two steps, in an evaluation or in pre-flight."""
         for held in self._offloaded.values():
             held.take()
+        if self._ahead is not None:
+            self._ahead.seconds()
 
     def hide_condition(self, generate_seconds: float) -> str:
-        """Whether the passes of offloaded roles are shorter than sampling; empty where all are kept in memory."""
+        """How much of the scoring was hidden behind sampling, or whether that of offloaded roles could be.
+
+        Empty where all roles are kept in memory and score in their own phase.
+        """
+        if self._ahead is not None:
+            return (
+                f"overlap: reference and reward scored for {self._ahead_seconds:.1f} s beside sampling "
+                f"({generate_seconds:.1f} s), {self._hidden_seconds:.1f} s of it hidden"
+            )
         if not self._offloaded:
             return ""
         roles = " and ".join(f"{name} ({held.where})" for name, held in self._offloaded.items())
         verdict = "could be" if self._offloaded_seconds < generate_seconds else "could not be"
         return (
             f"offload: scoring by {roles} took {self._offloaded_seconds:.1f} s, sampling {generate_seconds:.1f} s: it "
-            f"{verdict} hidden behind the next batch's sampling"
+            f"{verdict} hidden behind the next batch's sampling (sampling.overlap_scoring)"
         )
+
+    def _overlap(self) -> dict[str, float]:
+        """Seconds of the scoring beside sampling, and how much of them nobody waited for."""
+        if self._ahead is None:
+            return {}
+        worked, hidden = self._ahead.seconds()
+        self._ahead_seconds += worked
+        self._hidden_seconds += hidden
+        return {"score_ahead_seconds": worked, "score_hidden_seconds": hidden, "score_hidden_share": hidden / worked}
 
     def _offload(self) -> dict[str, float]:
         """Seconds and traffic of the roles that are not kept in memory; nothing where all are."""
@@ -116,7 +138,7 @@ class Accountant:
         if self._has_reward:
             self._from_ids(counter, "reward", "score", whole, "scalar")
         self._learn(counter, learned)
-        return counter.take(whole.rows) | self._offload()
+        return counter.take(whole.rows) | self._offload() | self._overlap()
 
     def _learn(self, counter: PassCounter, learned: Learned) -> None:
         trained_roles: tuple[tuple[str, Work, Head], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
+from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
@@ -37,6 +39,8 @@ from fourfold.training.services import reference_at_service, reward_at_service
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -89,11 +93,12 @@ def build_trainer(
     census = _census(config, models, learner)
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
+    ahead = _ahead(config, models, reward, sizes)
     trainer = Trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings, sizes),
+        sampler=LocalSampler(models.base, models.actor, settings, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
@@ -109,6 +114,7 @@ def build_trainer(
         trackers=[],
         meter=meter,
         judge=make_judge(evaluation.judge),
+        ahead=ahead,
         callbacks=callbacks,
     )
     resumed = trainer.resume()
@@ -143,6 +149,20 @@ def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
 
+def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: BatchSizes) -> Ahead | None:
+    """Scoring beside sampling, where the settings ask for it."""
+    if not config.sampling.overlap_scoring:
+        return None
+    if not 0 < config.sampling.batch_size < config.ppo.rollout_batch_size:
+        log.warning(
+            "sampling.overlap_scoring: sampling.batch_size = %d takes the whole rollout of %d at once, so scoring "
+            "starts when sampling is over, beside log-probs and the critic only; give a smaller sampling.batch_size",
+            config.sampling.batch_size,
+            config.ppo.rollout_batch_size,
+        )
+    return Ahead(models.reference, reward, config.sampling.temperature, sizes.ahead)
+
+
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
     """The trained roles with their optimizers, whose states are made at once."""
     memory, room, steps = config.memory, models.base.room(config), config.optimizer_steps
@@ -164,10 +184,9 @@ def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
 
 
 def _moments(role: nn.Module, memory: MemorySection) -> int:
-    """Bytes of AdamW's two float32 moments of what is trained; parked ones take no memory."""
-    return (
-        0 if memory.optimizer_residency == "park" else 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad)
-    )
+    """Bytes of AdamW's two float32 moments of what is trained; those that lie elsewhere take no memory."""
+    kept = memory.optimizer_residency == "keep"
+    return 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad) if kept else 0
 
 
 def train_ppo(

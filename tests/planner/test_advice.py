@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,11 @@ def test_a_shorter_branch_halves_what_lies_above_the_trunk() -> None:
     found = by_setting("load", held, config(trunk={"branch_layers": 4}))
     assert found["trunk.branch_layers"] == ("2", (250 + 500) // 2)
     assert found["memory.optimizer_residency"] == ('"park"', 400) and found["reference.residency"] == ('"park"', 50)
+    parked = {"memory": {"optimizer_residency": "park"}}
+    for compute, narrower in (("float32", 0), ("bfloat16", 100)):
+        settings = config(trunk={"branch_layers": 4}, precision={"compute": compute}, **parked)
+        found = by_setting("load", replace(held, trained=200), settings)
+        assert found["memory.optimizer_residency"] == ('"offload"', 100 + narrower)
 
 
 def test_a_trunk_that_is_not_trained_needs_no_copy_gradients_or_moments() -> None:

@@ -75,6 +75,7 @@ SHOWN = {
     "reward.init": "training/test_pipeline.py::test_a_reward_model_that_is_to_start_from_an_sft_needs_one",
     "critic.init": "models/test_assembly.py::test_the_critic_starts_from_the_named_source",
     "critic.warmup_rollouts": "training/test_update.py::test_critic_warm_up_leaves_the_actor_alone",
+    "sampling.overlap_scoring": "scoring/test_ahead.py::test_overlap_scoring_works_beside_sampling",
     "sampling.top_p": ONLY_VALUE,
     "sampling.top_k": ONLY_VALUE,
     "checkpoint.best_metric": BEST,

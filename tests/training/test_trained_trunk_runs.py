@@ -54,11 +54,11 @@ def test_reference_and_reward_keep_the_trunk_of_step_0(tmp_path: Path, compute: 
     assert report.kl_gap_max == 0.0 and report.ratio_gap_max <= (0.0 if compute == "float32" else 0.3)
     models = trainer.models
     rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
-    frozen, (scored, _) = models.frozen_checksum(), trainer._score(rollout, activations)
+    frozen, (scored, _) = models.frozen_checksums(), trainer._score(rollout, activations)
     assert models.trunk is not None
     trunk = checksum([models.trunk])
     rows = [trainer.step() for _ in range(2)]
-    assert models.frozen_checksum() == frozen and checksum([models.trunk]) != trunk
+    assert models.frozen_checksums() == frozen and checksum([models.trunk]) != trunk
     again, _ = trainer._score(rollout, activations)
     assert torch.equal(again.ref_log_probs, scored.ref_log_probs) and torch.equal(again.scores, scored.scores)
     assert not torch.equal(again.values, scored.values)

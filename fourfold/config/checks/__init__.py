@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
-from fourfold.config.checks.memory import attention, in_backward, optimizer_states
+from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.service import roles_at_a_service, service
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
@@ -33,5 +33,6 @@ def problems(config: RunConfig) -> list[str]:
         *attention(config),
         *trunk(config),
         *service(config),
+        *overlap(config),
         *ignored(config),
     ]

@@ -101,10 +101,12 @@ class MemorySection(Section):
     checkpoint_every: PositiveInt = Field(
         default=1, description="Every how many of a role's decoder layers are checkpointed, the first one included."
     )
-    optimizer_residency: Literal["keep", "park"] = Field(
+    optimizer_residency: Literal["keep", "park", "offload"] = Field(
         default="keep",
         description="'park': Adam's moments lie in host memory (a run on the CPU: on disk, in the run's folder) except "
-        "those of the one parameter that is being stepped. Updates stay the same bit for bit.",
+        "those of the one parameter that is being stepped. 'offload': so do gradients and, where precision.compute is "
+        "bfloat16, float32 masters, of which the device holds the rounded weights only; the CPU steps. Updates stay "
+        "the same bit for bit (with 'offload' on a GPU: but for the CPU's rounding of Adam).",
     )
     optimizer_in_backward: bool = Field(
         default=False,
@@ -134,13 +136,14 @@ class MemorySection(Section):
 RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
     "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
-    "'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal but for "
-    "rounding)."
+    "'cpu', for a run on CUDA: in host memory, where the CPU computes with them; scores stay the same but for "
+    "rounding. 'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal "
+    "but for rounding)."
 )
 
 
 class ReferenceSection(Section):
-    residency: Literal["keep", "park", "stream", "service"] = Field(
+    residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
 

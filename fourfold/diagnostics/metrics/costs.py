@@ -205,11 +205,46 @@ def _offload() -> tuple[Metric, ...]:
             "1",
             "offloaded_pass_seconds",
             "generate_seconds",
-            "below 1: the scoring could be hidden behind the next batch's sampling",
+            "below 1: the scoring could be hidden behind the next batch's sampling (`sampling.overlap_scoring`)",
             "keep one of the roles in memory, or raise `ppo.micro_batch_size`",
             promised=False,
         ),
     )
 
 
-COSTS = (*_time_and_memory(), *_offload(), *(metric for model in COUNTED_MODELS for metric in _work_of(model)))
+_OVERLAP = (
+    Metric(
+        "score_ahead_seconds",
+        "s",
+        "work of reference and reward on the thread beside sampling (`sampling.overlap_scoring`)",
+        "none",
+        "below generate_seconds",
+        "see score_hidden_share",
+        promised=False,
+    ),
+    Metric(
+        "score_hidden_seconds",
+        "s",
+        "score_ahead_seconds less the time that the score phase waited for it",
+        "none",
+        "near score_ahead_seconds",
+        "see score_hidden_share",
+        promised=False,
+    ),
+    Metric(
+        "score_hidden_share",
+        "1",
+        "score_hidden_seconds",
+        "score_ahead_seconds",
+        "near 1; what the last sampling batch leaves to do is waited for",
+        "lower `sampling.batch_size`, or set `sampling.overlap_scoring` = false where step_seconds is no shorter",
+        promised=False,
+    ),
+)
+
+COSTS = (
+    *_time_and_memory(),
+    *_offload(),
+    *_OVERLAP,
+    *(metric for model in COUNTED_MODELS for metric in _work_of(model)),
+)

@@ -32,6 +32,7 @@ class RemoteRole:
     """Rows in, numbers of one role out; the residency of a role that is elsewhere."""
 
     elsewhere = True
+    device = torch.device("cpu")  # requests are made from lists of ids
 
     def __init__(self, service: Service, role: str, *, max_rows: int) -> None:
         self.role = role
