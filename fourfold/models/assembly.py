@@ -12,8 +12,10 @@ from fourfold.config.schema import RunConfig
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.loading import Base
 from fourfold.models.products import hold_narrowly
+from fourfold.models.quantized import quantize_checked
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, copy_scorer, freeze, make_trainable, scorer_on
 from fourfold.models.storage import RoleRecord, load_role
+from fourfold.planner.quantization import QUANTIZED
 
 
 @dataclass
@@ -95,13 +97,22 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         freeze(scorer)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
-    for role in (reference, scorer):
-        if role is not None and not is_adapted(role.branch):
-            hold_narrowly(role.branch)
+    _hold(reference, config.precision.reference, base, "reference")
+    if scorer is not None:
+        _hold(scorer, config.precision.reward, base, "reward")
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
     return FourModels(base, actor, critic, reference, scorer)
+
+
+def _hold(role: Policy | Scorer, kind: str, base: Base, setting: str) -> None:
+    """Hold the own weights of a frozen role in fewer bytes: the same numbers, or rounded ones where that is asked."""
+    if is_adapted(role.branch):
+        return
+    if kind in QUANTIZED:
+        quantize_checked(role, base.trunk, role.branch, kind, base.probe(), setting)
+    hold_narrowly(role.branch)
 
 
 def set_new_head_bias(critic: Scorer, mean_score: float) -> None:

@@ -26,13 +26,15 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
 from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.adapters import add_adapters, is_adapter
+from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapter
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import prepare_for_decoding
+from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
 from fourfold.planner.architectures import Architecture
+from fourfold.planner.quantization import QUANTIZED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +67,10 @@ class Base:
         mine = self.policy.branch.num_layers
         depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
         return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size)
+
+    def probe(self) -> Probe:
+        """Texts to compare roles on."""
+        return Probe.of(self.tokenizer, self.pad_id, next(self.policy.parameters()).device)
 
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
@@ -255,24 +261,43 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         )
     eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
     pad = tokenizer.pad_token_id
-    policy = Policy(branch, LanguageHead.of(model)).to(device)
-    for part in (policy.branch, trunk):
-        if part is not None:
-            prepare_for_decoding(part)
-            budget.watch(part.layers)
-    if mode == "adapters":
-        add_adapters(policy.branch, config.adapters, seed=config.seed)
-    return Base(
+    base = Base(
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
-        policy=policy,
+        policy=Policy(branch, LanguageHead.of(model)).to(device),
         shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
         budget=budget,
     )
+    del model  # of the float weights only those are left that the base holds
+    _hold(config, base)
+    return base
+
+
+def _hold(config: RunConfig, base: Base) -> None:
+    """Hold the base as `precision.frozen` says, and put the adapters on it."""
+    branch, trunk, kind = base.policy.branch, base.trunk, config.precision.frozen
+    adapted = config.sharing.mode == "adapters"
+    if kind in QUANTIZED:
+        for part in (trunk, branch if adapted else None):
+            if part is not None:
+                quantize_checked(base.policy, trunk, part, kind, base.probe(), "frozen")
+    for part in (branch, trunk):
+        if part is not None:
+            prepare_for_decoding(part)
+            base.budget.watch(part.layers)
+    if adapted:
+        add_adapters(branch, config.adapters, seed=config.seed)
+        _check_gradients(base)
+
+
+def _check_gradients(base: Base) -> None:
+    adapters = nn.ParameterList(adapter_parameters(base.policy.branch)).requires_grad_(True)
+    check_gradients(base.policy.branch, base.trunk, base.probe(), "adapters")
+    adapters.requires_grad_(False)
 
 
 def _trunk_depth(config: RunConfig, total: int) -> int:
