@@ -272,6 +272,17 @@ def kind_of(module: nn.Module) -> str:
     return next((each.kind for each in module.modules() if isinstance(each, QuantizedLinear)), "")
 
 
+def stands_for(modules: nn.Module) -> dict[int, tuple[str, int]]:
+    """Of every tensor of a quantised layer, by its id: the kind, and how many weights it stands for."""
+    return {
+        id(p): (layer.kind, layer.in_features * layer.out_features if name == "codes" else 0)
+        for layer in modules.modules()
+        if isinstance(layer, QuantizedLinear)
+        for name, p in layer.named_parameters()
+        if name != "bias"
+    }
+
+
 @contextlib.contextmanager
 def exact_products(module: nn.Module) -> Iterator[None]:
     """Within, the quantised layers multiply with their widened weights by torch, derivatives too: the yardstick."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
 from fourfold.planner.advice import Held, advice, mib
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 
 @dataclass
@@ -21,12 +22,30 @@ class Room:
     loaded: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, budget: Budget, whole: int, own: int, layers: tuple[int, int], hidden: int) -> Room:
-        """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own."""
+    def of(
+        cls,
+        config: RunConfig,
+        budget: Budget,
+        whole: int,
+        own: int,
+        layers: tuple[int, int],
+        hidden: int,
+        matrices: tuple[int, int] = (0, 0),
+    ) -> Room:
+        """For a model of `whole` bytes of which a role copies `own`.
+
+        `layers` are the model's and a role's own, `matrices` the float bytes of decoder layers' matrices in what is
+        shared and in a role's copy.
+        """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
+        for role in ("reference", "reward"):
+            if role in weights and (kind := getattr(config.precision, role)) in QUANTIZED:
+                weights[role] += held_bytes(kind, matrices[1] // 4, hidden, 4) - matrices[1]
+        shares = (matrices[0] / max(whole - own, 1), matrices[1] / max(own, 1))
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
+            matrix_shares=shares,
             trained=2 * own,
             gradients=own,
             states=4 * own,
