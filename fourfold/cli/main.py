@@ -25,6 +25,7 @@ COMMANDS = {
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
     "sample": "write with the trained actor beside the reference",
     "export": "turn the trained actor into a plain Hugging Face folder",
+    "bench": "measure what a lever does to a run's own models, such as weights in fewer bits",
 }
 
 

@@ -16,7 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, ClassVar
 
@@ -242,11 +242,12 @@ def _matrix(linear: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def quantize(modules: nn.Module, kind: str) -> None:
-    """Replace the linear layers inside by quantised ones, one after the other, so that one weight is there twice."""
+def quantize(modules: nn.Module, kind: str, *, but: Callable[[str], bool] = lambda name: False) -> None:
+    """Replace the linear layers inside, `but` for some names, by quantised ones: one after the other, so that of one
+    at a time both are there."""
     for name, child in list(modules.named_modules()):
         plain = isinstance(child, nn.Linear) and not isinstance(child, QuantizedLinear)
-        if plain or _is_transposed(child):
+        if (plain or _is_transposed(child)) and not but(name):
             _replace(modules, name, KINDS[kind](child))
 
 
