@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.planner.quantization import NF4_BLOCK, NF4_SCALE_BLOCK
 
 LIBRARIES = {"int8": "torchao", "int8_dynamic": "torchao", "nf4": "bitsandbytes"}
+# Largest |W' - W| / |W|: normally distributed weights are at 0.004 and 0.09.
+WEIGHT_BOUNDS = {"int8": 0.05, "int8_dynamic": 0.05, "nf4": 0.2}
 # Said at import about kernels that are not used here: of other GPUs, of an extra package, of torch.compile.
 IRRELEVANT = {
     "torchao": "Failed to load ",
@@ -188,11 +190,11 @@ class NF4Linear(QuantizedLinear):
             "offset": state.offset.float(),
         }
 
-    def _state(self, dtype: torch.dtype) -> Any:
+    def _state(self, dtype: torch.dtype, *shape: int) -> Any:
         functional = library("nf4", "functional")
         return functional.QuantState(
             absmax=self.scales,
-            shape=torch.Size((self.out_features, self.in_features)),
+            shape=torch.Size(shape),
             dtype=dtype,
             blocksize=NF4_BLOCK,
             quant_type="nf4",
@@ -207,12 +209,20 @@ class NF4Linear(QuantizedLinear):
         )
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """NormalFloat numbers * scales."""
-        return library("nf4", "functional").dequantize_4bit(self.codes, self._state(dtype))
+        """NormalFloat numbers * scales.
+
+        As one row: bitsandbytes 0.50 takes wrong scales on CPUs with AVX512 where rows do not end with a block.
+        """
+        numbers = self.out_features * self.in_features
+        flat = library("nf4", "functional").dequantize_4bit(self.codes, self._state(dtype, 1, numbers))
+        return flat.view(self.out_features, self.in_features)
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T + b."""
-        return library("nf4").matmul_4bit(x, self.codes, quant_state=self._state(x.dtype), bias=self.bias_as(x))
+        """x W^T + b; on a CPU bitsandbytes' kernel is no other, but for its scales."""
+        if x.device.type == "cpu":
+            return nn.functional.linear(x, self.dequantized(x.dtype), self.bias_as(x))
+        state = self._state(x.dtype, self.out_features, self.in_features)
+        return library("nf4").matmul_4bit(x, self.codes, quant_state=state, bias=self.bias_as(x))
 
 
 @cache
@@ -248,7 +258,20 @@ def quantize(modules: nn.Module, kind: str, *, but: Callable[[str], bool] = lamb
     for name, child in list(modules.named_modules()):
         plain = isinstance(child, nn.Linear) and not isinstance(child, QuantizedLinear)
         if (plain or _is_transposed(child)) and not but(name):
-            _replace(modules, name, KINDS[kind](child))
+            made = KINDS[kind](child)
+            _check(made, _matrix(child), name)
+            _replace(modules, name, made)
+
+
+def _check(made: QuantizedLinear, weight: Tensor, name: str) -> None:
+    """Codes that stand for other numbers are a fault of a library on this machine, or weights beyond its reach."""
+    before = weight.float()
+    error = float((made.dequantized(torch.float32) - before).norm() / before.norm().clamp(min=1e-30))
+    if not error <= WEIGHT_BOUNDS[made.kind]:
+        raise ValueError(
+            f"weights in {made.kind!r}: those of {name} are off by {error:.2g} of their norm (allowed "
+            f"{WEIGHT_BOUNDS[made.kind]:g}); this model does not bear it; try 'int8' or 'auto'"
+        )
 
 
 @torch.no_grad()

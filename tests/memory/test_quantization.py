@@ -62,7 +62,7 @@ def numbers(made: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("shape", [(96, 64), (64, 64), (33, 10), (1, 130)])
+@pytest.mark.parametrize("shape", [(96, 64), (33, 10), (7, 160), (5, 32), (2, 130)])
 def test_codes_stand_for_nearly_the_weight_in_the_bytes_of_the_arithmetic(kind: str, shape: tuple[int, int]) -> None:
     made, weight = layer(kind, *shape)
     torch.testing.assert_close(made.dequantized(torch.float32), numbers(made), rtol=1e-6, atol=1e-6)
@@ -169,6 +169,20 @@ def test_transposed_layers_and_names_left_out() -> None:
     quantize(pair, "int8", but=lambda name: name.startswith("lora_"))
     assert isinstance(pair["conv"], QuantizedLinear) and type(pair["lora_A"]) is nn.Linear
     torch.testing.assert_close(pair["conv"](x), expected, rtol=0.02, atol=0.005)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_codes_that_stand_for_something_else_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales that belong to other rows or blocks, as bitsandbytes' kernel takes them for rows of no whole blocks."""
+    real = KINDS[kind].quantized
+
+    def damaged(self: Any, weight: Tensor) -> dict[str, Tensor]:
+        found = real(self, weight * torch.logspace(-2, 2, len(weight))[:, None])
+        return found | {"scales": found["scales"].flip(0)}
+
+    monkeypatch.setattr(KINDS[kind], "quantized", damaged)
+    with pytest.raises(ValueError, match=rf"weights in '{kind}': those of 0 are off by .* of their norm .*try 'int8' or"):
+        layer(kind)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
