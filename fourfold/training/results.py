@@ -23,7 +23,7 @@ from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base, load_causal_lm
 from fourfold.models.roles import Policy
-from fourfold.models.split import layout_of
+from fourfold.models.split import Part, layout_of
 from fourfold.models.storage import load_own_tensors, load_role
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
@@ -138,10 +138,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
     model = model.float()
     _copy_branch(actor, model)
-    if base.trunk is not None and kind_of(base.trunk):
-        layers = getattr(getattr(model, layout_of(model).body), layout_of(model).layers)
-        for source, target in zip(base.trunk.layers, layers, strict=False):
-            _copy_layer(source, target)
+    _copy_quantized(base.trunk, model)
     assert model.generation_config is not None, "a causal language model has one"
     ends = sorted(base.eos_ids)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
@@ -179,6 +176,14 @@ def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
         linear.weight.copy_(actor.head.weight)
     for name in names:
         getattr(whole, name).load_state_dict(getattr(body, name).state_dict())
+
+
+def _copy_quantized(trunk: Part | None, model: PreTrainedModel) -> None:
+    """Of a quantised trunk, what the actor was trained above."""
+    if trunk is not None and kind_of(trunk):
+        layers = getattr(getattr(model, layout_of(model).body), layout_of(model).layers)
+        for source, target in zip(trunk.layers, layers, strict=False):
+            _copy_layer(source, target)
 
 
 def _copy_layer(source: nn.Module, target: nn.Module) -> None:

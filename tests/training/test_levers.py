@@ -53,7 +53,7 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"trunk": None})
     if mode == "adapters":
         tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
-    if any("reward.residency" in each.settings for each in compared):
+    if any({"reward.residency", "precision.reward"} & each.settings.keys() for each in compared):
         shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
         stored = by_model(merged(tree, nested(shared)), folder / "reward")
         tree = merged(tree, {"reward": stored["reward"] | {"function": None}})
@@ -72,9 +72,12 @@ def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> t
 
 
 def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) -> float:
-    """|difference of the moves| / |move|, over all weights."""
+    """|difference of the moves| / |move|, over all weights; those that one of the two holds in fewer bits do not move."""
     gap = move = 0.0
     for name, before in base[0].items():
+        if name not in other[0]:
+            assert torch.equal(base[1][name], before)
+            continue
         ours, theirs = base[1][name] - before, other[1][name] - other[0][name]
         gap += float((ours - theirs).double().square().sum())
         move += float(ours.double().square().sum())
