@@ -1,13 +1,14 @@
 """Frozen linear layers whose weights are held in 8 or 4 bits, by the field's libraries.
 
-int8: torchao, one float32 scale an output row. int8_dynamic: the same weights, and every row of activations is rounded to
-8 bits before an integer product. nf4: bitsandbytes' 4-bit NormalFloat with double quantisation (Dettmers et al. 2023,
-"QLoRA"). What it saves: 2 or 3.9 of 4 parts of half-precision weights. What it costs: widening them for each
+int8: torchao, one float32 scale an output row. int8_dynamic: the same weights, and every row of activations is rounded
+to 8 bits before an integer product. nf4: bitsandbytes' 4-bit NormalFloat with double quantisation (Dettmers et al.
+2023, "QLoRA"). What it saves: of half-precision matrices a half, or three quarters. What it costs: widening them for each
 product. What it changes: the weights; models/quantized.py measures by how much and refuses too much.
 
 The layers hold the libraries' codes and scales as plain parameters and lend them to the libraries' kernels. So they are
-counted, parked, streamed, copied and checksummed as any other weight; and bitsandbytes never repacks them: its own module
-does so on CPUs with AVX512-BF16 in a forward pass without gradients, and gradients through it are wrong from there on.
+counted, parked, streamed, copied and checksummed as any other weight; and bitsandbytes never repacks them: its own
+module does so on CPUs with AVX512-BF16 in a forward pass without gradients, and gradients through it are wrong from
+there on.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class QuantizedLinear(nn.Linear):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.exact = False  # whether products are those of the widened weights
-        self.bias = linear.bias  # pyright: ignore[reportAttributeAccessIssue]
+        self.register_parameter("bias", _bias(linear))
         for name, tensor in self.quantized(weight).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
@@ -106,7 +107,8 @@ class QuantizedLinear(nn.Linear):
 
     def bias_as(self, x: Tensor) -> Tensor | None:
         """The bias in the type of the activations."""
-        return None if self.bias is None else self.bias.to(x.dtype)
+        bias = _bias(self)
+        return None if bias is None else bias.to(x.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]; under autocast in its type, as nn.Linear."""
@@ -251,6 +253,10 @@ def _matrix(linear: nn.Module) -> Tensor:
     return weight.t().contiguous() if _is_transposed(linear) else weight
 
 
+def _bias(linear: nn.Module) -> nn.Parameter | None:
+    return dict(linear.named_parameters(recurse=False)).get("bias")
+
+
 @torch.no_grad()
 def quantize(modules: nn.Module, kind: str, *, but: Callable[[str], bool] = lambda name: False) -> None:
     """Replace the linear layers inside, `but` for some names, by quantised ones: one after the other, so that of one
@@ -282,7 +288,7 @@ def dequantize(modules: nn.Module, dtype: torch.dtype = torch.float32) -> None:
             plain = nn.Linear(1, 1, bias=False, device="meta")
             plain.out_features, plain.in_features = child.out_features, child.in_features
             plain.weight = nn.Parameter(child.dequantized(dtype), requires_grad=False)
-            plain.bias = child.bias
+            plain.register_parameter("bias", _bias(child))
             _replace(modules, name, plain)
 
 

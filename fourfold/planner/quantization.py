@@ -18,5 +18,5 @@ def matrix_bytes(kind: str, outputs: int, inputs: int) -> int:
 
 
 def held_bytes(kind: str, numbers: float, hidden: int, width: int) -> int:
-    """About the bytes of the matrices of decoder layers with `numbers` weights, `width` bytes each where not quantised."""
+    """About the bytes of `numbers` weights in matrices of decoder layers; `width` bytes each where not quantised."""
     return round(numbers * (matrix_bytes(kind, hidden, hidden) / hidden**2 if kind in QUANTIZED else width))

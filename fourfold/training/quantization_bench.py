@@ -1,7 +1,7 @@
 """`fourfold bench quantization`: what holding a run's reference and reward model in fewer bits does to what they say.
 
-Compared are the whole models (trunk, branch and head), with the matrices of all decoder layers quantised, and the same as
-a run holds them otherwise; on held-out texts and pairs of the run, batch by batch in the same process.
+Compared are the whole models (trunk, branch and head), with the matrices of all decoder layers quantised, and the same
+as a run holds them otherwise; on held-out texts and pairs of the run, batch by batch in the same process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fourfold.models.storage import load_role
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Records, encode_inputs
 from fourfold.training.pipeline import prepare
-from fourfold.training.reward_model import Pair
 from fourfold.training.results import load_reference
+from fourfold.training.reward_model import Pair
 from fourfold.training.supervised import Texts
 from fourfold.training.texts import TextCache, draw
 
@@ -51,7 +51,9 @@ class Line:
     kind: str
     reference_bytes: int | None = None  # trunk, branch and head
     reward_bytes: int | None = None
-    kl_bias: float | None = None  # mean of log p(as held) - log p(quantised), nats a token: what it adds to a k1 estimate
+    kl_bias: float | None = (
+        None  # mean of log p(as held) - log p(quantised), nats a token: what it adds to a k1 estimate
+    )
     log_prob_gap: float | None = None  # mean of its size
     kl_exact: float | None = None  # KL(as held, quantised) over the vocabulary, nats a token
     score_gap: float | None = None  # mean |difference|, in standard deviations of the scores as held
@@ -169,7 +171,11 @@ def _reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
 def _data(config: RunConfig, base: Base, rows: int, say: Say) -> tuple[Texts, list[Pair]]:
     """Held-out texts and pairs; training data, chosen texts and prompts where there are no held-out texts."""
     data = config.data
-    texts, pairs, prompts = data.texts_test or data.texts, data.pairs_test or data.pairs, data.prompts_test or data.prompts
+    texts, pairs, prompts = (
+        data.texts_test or data.texts,
+        data.pairs_test or data.pairs,
+        data.prompts_test or data.prompts,
+    )
     records = Records(
         texts=[],
         texts_test=[] if texts is None else read_texts(texts),
@@ -280,7 +286,17 @@ def table(report: Report) -> Table:
     title = f"{report.model}: {report.texts} texts of {report.tokens:,} tokens, {report.pairs} pairs"
     made = Table(title=title, box=SIMPLE_HEAD)
     made.add_column("weights", no_wrap=True)
-    for column in ("reference MiB", "reward MiB", "KL bias", "|d log p|", "KL", "|d score|", "rank corr.", "pairs", "speed"):
+    for column in (
+        "reference MiB",
+        "reward MiB",
+        "KL bias",
+        "|d log p|",
+        "KL",
+        "|d score|",
+        "rank corr.",
+        "pairs",
+        "speed",
+    ):
         made.add_column(column, justify="right")
     made.add_column("note", overflow="fold")
     for line in report.lines:

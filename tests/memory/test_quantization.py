@@ -51,9 +51,10 @@ def numbers(made: Any) -> Tensor:
     if made.kind != "nf4":
         return made.codes.float() * made.scales
     functional = library("nf4", "functional")
-    scales = functional.create_dynamic_map()[made.scales.long()] * made.scales_of_scales.repeat_interleave(256)[
-        : len(made.scales)
-    ]
+    scales = (
+        functional.create_dynamic_map()[made.scales.long()]
+        * made.scales_of_scales.repeat_interleave(256)[: len(made.scales)]
+    )
     packed = made.codes.flatten()
     codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()
     found = functional.get_4bit_type("nf4", device="cpu")[codes][: made.out_features * made.in_features]
@@ -84,16 +85,22 @@ def test_bytes_of_a_large_matrix() -> None:
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @hypothesis_settings(max_examples=12, deadline=None)
 @given(
-    outputs=st.integers(2, 40), inputs=st.integers(2, 70), rows=st.integers(1, 9), seed=st.integers(0, 99), bias=st.booleans()
+    outputs=st.integers(2, 40),
+    inputs=st.integers(2, 70),
+    rows=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    bias=st.booleans(),
 )
-def test_the_product_is_the_explicit_one(kind: str, outputs: int, inputs: int, rows: int, seed: int, bias: bool) -> None:
+def test_the_product_is_the_explicit_one(
+    kind: str, outputs: int, inputs: int, rows: int, seed: int, bias: bool
+) -> None:
     made, _ = layer(kind, outputs, inputs, seed)
     if not bias:
         made.bias = None
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed), requires_grad=True)
     w = numbers(made)
     out = made(x)
-    torch.testing.assert_close(out, x @ w.T + (made.bias if bias else 0.0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, x @ w.T + (made.bias if made.bias is not None else 0.0), rtol=1e-4, atol=1e-4)
     up = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + 1))
     torch.testing.assert_close(torch.autograd.grad(out, x, up)[0], up @ w, rtol=1e-4, atol=1e-4)
 
@@ -181,14 +188,18 @@ def test_codes_that_stand_for_something_else_are_refused(kind: str, monkeypatch:
         return found | {"scales": found["scales"].flip(0)}
 
     monkeypatch.setattr(KINDS[kind], "quantized", damaged)
-    with pytest.raises(ValueError, match=rf"weights in '{kind}': those of 0 are off by .* of their norm .*try 'int8' or"):
+    with pytest.raises(
+        ValueError, match=rf"weights in '{kind}': those of 0 are off by .* of their norm .*try 'int8' or"
+    ):
         layer(kind)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_a_missing_library_is_named_with_its_extra(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=rf"'{kind}' need the Python package {name}; try: pip install 'fourfold\[{name}\]'"):
+    with pytest.raises(
+        ValueError, match=rf"'{kind}' need the Python package {name}; try: pip install 'fourfold\[{name}\]'"
+    ):
         library(kind)
 
 

@@ -1,4 +1,4 @@
-"""Roles in fewer bits: near what they said before or refused, gradients as through dequantised copies, merged as trained."""
+"""Roles in fewer bits: near what they said before or refused, gradients as of dequantised copies, merged as trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fourfold.diagnostics.tables import role_rows
 from fourfold.errors import RunFailed
@@ -55,6 +55,10 @@ def four(path: Path, mode: str, *, hidden: int = 32, **settings: Any) -> FourMod
     return assemble(config, base, None, path / f"reward-{mode}")
 
 
+def held(key: str, kind: str) -> dict[str, Any]:
+    return {f"precision__{key}": kind}
+
+
 def layer_matrices(part: Any) -> list[QuantizedLinear]:
     return [each for layer in part.layers for each in layer.modules() if isinstance(each, QuantizedLinear)]
 
@@ -78,7 +82,7 @@ def test_fused_equals_unfused_above_a_quantised_base(tmp_path: Path, family: str
 def test_adapters_learn_by_the_gradients_of_a_dequantised_copy_after_a_rollout(
     tmp_path: Path, kind: str, dora: bool
 ) -> None:
-    """FACTS: a rollout must not change what is learned above NF4 weights; the copy is another module, on autograd alone."""
+    """FACTS: a rollout must not change what is learned above NF4 weights; the copy is left to autograd alone."""
     base = qlora(tmp_path, kind, adapters__dora=dora)
     actor = base.policy
     shake(actor.branch)
@@ -108,8 +112,14 @@ def test_wrong_gradients_are_refused_at_load_and_after_the_rollout(
     models = four(tmp_path, "adapters", precision__frozen="int8")
     check_trained_gradients(models)
     # As bitsandbytes' repacked weights: a forward path that autograd does not see through.
-    monkeypatch.setattr(quantization._Product, "backward", staticmethod(lambda ctx, grad: (torch.zeros_like(grad @ ctx.layer.weight), None)))
-    with pytest.raises(RunFailed, match=r"precision\.frozen = 'int8': the actor's gradients are not those .* try 'auto'"):
+    monkeypatch.setattr(
+        quantization._Product,
+        "backward",
+        staticmethod(lambda ctx, grad: (torch.zeros_like(grad @ ctx.layer.weight), None)),
+    )
+    with pytest.raises(
+        RunFailed, match=r"precision\.frozen = 'int8': the actor's gradients are not those .* try 'auto'"
+    ):
         check_trained_gradients(models)
     with pytest.raises(RunFailed, match="gradients are not those"):
         qlora(tmp_path, "nf4")
@@ -132,29 +142,31 @@ def test_a_kernel_that_is_wrong_is_refused(
     """A kernel that multiplies with something else."""
     kind = quantization.Int8Linear
     real = kind.product
-    four(tmp_path, mode, **{f"precision__{key}": "int8"})
+    four(tmp_path, mode, **held(key, "int8"))
     monkeypatch.setattr(kind, "product", lambda self, x: real(self, x.flip(-1)))
     with pytest.raises(ValueError, match=rf"precision\.{key} = 'int8': on a probe, {what}.*try 'auto'"):
-        four(tmp_path, mode, **{f"precision__{key}": "int8"})
+        four(tmp_path, mode, **held(key, "int8"))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize(("mode", "key"), [("none", "reference"), ("none", "reward"), ("trunk", "frozen"), ("trunk", "reference")])
+@pytest.mark.parametrize(
+    ("mode", "key"), [("none", "reference"), ("none", "reward"), ("trunk", "frozen"), ("trunk", "reference")]
+)
 def test_bytes_are_those_of_the_arithmetic_and_the_table_says_them(
     tmp_path: Path, mode: str, key: str, kind: str
 ) -> None:
     """Matrices of decoder layers in their kind; embedding, head, norms as they were."""
     plain = {row.model: row for row in role_rows(four(tmp_path, mode, hidden=64))}
-    models = four(tmp_path, mode, hidden=64, **{f"precision__{key}": kind})
+    models = four(tmp_path, mode, hidden=64, **held(key, kind))
     rows = {row.model: row for row in role_rows(models)}
     name = "trunk" if key == "frozen" else key
-    part = models.base.trunk if key == "frozen" else getattr(models, key).branch
+    part: Any = models.base.trunk if key == "frozen" else getattr(models, key).branch
     matrices = layer_matrices(part)
     assert len(matrices) == 7 * part.num_layers
     numbers = sum(each.in_features * each.out_features for each in matrices)
-    held = sum(matrix_bytes(kind, each.out_features, each.in_features) for each in matrices)
+    size = sum(matrix_bytes(kind, each.out_features, each.in_features) for each in matrices)
     # What was float32 or, where it is the same numbers, bfloat16 before.
-    assert rows[name].bytes == plain[name].bytes - 4 * numbers + held < plain[name].bytes / 2
+    assert rows[name].bytes == plain[name].bytes - 4 * numbers + size < plain[name].bytes / 2
     assert rows[name].parameters == plain[name].parameters
     assert kind in rows[name].dtype.split(" + ")
     assert {n: row for n, row in rows.items() if n != name} == {n: row for n, row in plain.items() if n != name}

@@ -72,7 +72,7 @@ def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> t
 
 
 def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) -> float:
-    """|difference of the moves| / |move|, over all weights; those that one of the two holds in fewer bits do not move."""
+    """|difference of the moves| / |move|, over all weights; what only one of the two holds in fewer bits stays."""
     gap = move = 0.0
     for name, before in base[0].items():
         if name not in other[0]:

@@ -91,7 +91,10 @@ def test_an_interrupted_run_above_nf4_goes_on_bit_for_bit_and_stores_no_base(
             assert not any("codes" in name or "scales" in name for name in stored.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize(("family", "sharing", "kind"), [("llama", "adapters", "nf4"), ("gpt2", "trunk", "int8"), ("gpt2", "adapters over a trunk", "nf4")])
+@pytest.mark.parametrize(
+    ("family", "sharing", "kind"),
+    [("llama", "adapters", "nf4"), ("gpt2", "trunk", "int8"), ("gpt2", "adapters over a trunk", "nf4")],
+)
 def test_exported_logits_are_the_actors_above_quantised_weights(
     tmp_path: Path, family: str, sharing: str, kind: str
 ) -> None:
@@ -156,7 +159,10 @@ def test_the_bench_measures_what_can_be_computed_by_hand(stages: Tree) -> None:
         for text in sorted({tuple(text) for text in [*texts, *(text for pair in pairs for text in pair)]}):
             ids = torch.tensor([list(text)])
             mask = torch.ones_like(ids, dtype=torch.bool)
-            both = [each.scorer.head(each.scorer.branch(each.trunk(ids, mask), mask))[0, -1] for each in (models, plain)]  # pyright: ignore
+            both = []
+            for each in (models, plain):
+                assert each.trunk is not None and each.scorer is not None
+                both.append(each.scorer.head(each.scorer.branch(each.trunk(ids, mask), mask))[0, -1])
             scores.append(torch.stack(both))
     gap, kl, (old, new) = torch.cat(gaps), torch.cat(kls), torch.stack(scores).T
     [line] = [line for line in lines if line.kind == "nf4"]
@@ -180,7 +186,17 @@ def test_the_command_prints_a_line_for_each_kind_and_says_why_one_cannot_run(
         return real(kind)
 
     monkeypatch.setattr(bench, "library", absent)
-    given = ["bench", "quantization", str(config), "--kinds", "int8,nf4", "--rows", "4", "--json", str(tmp_path / "o.json")]
+    given = [
+        "bench",
+        "quantization",
+        str(config),
+        "--kinds",
+        "int8,nf4",
+        "--rows",
+        "4",
+        "--json",
+        str(tmp_path / "o.json"),
+    ]
     assert main(given) == 0
     shown = capsys.readouterr().out
     assert re.search(r"float32 \(as held\) .* 1\.00", shown) and re.search(r"int8 .* \+?-?0\.\d{4}", shown)

@@ -53,8 +53,8 @@ class AdaptersSection(Section):
 
 
 HELD = (
-    "'auto', or the matrices of its decoder layers in fewer bits: 'int8' (torchao), 'int8_dynamic' (torchao; activations "
-    "in int8 too), 'nf4' (bitsandbytes; 4 bits, double quantisation). Embedding, head and norms stay as they are."
+    "'auto', or the matrices of its decoder layers in fewer bits: 'int8' (torchao), 'int8_dynamic' (torchao; "
+    "activations in int8 too), 'nf4' (bitsandbytes; 4 bits, double quantisation). Embedding, head and norms stay."
 )
 
 
