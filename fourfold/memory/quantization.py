@@ -2,8 +2,8 @@
 
 int8: torchao, one float32 scale an output row. int8_dynamic: the same weights, and every row of activations is rounded
 to 8 bits before an integer product. nf4: bitsandbytes' 4-bit NormalFloat with double quantisation (Dettmers et al.
-2023, "QLoRA"). What it saves: of half-precision matrices a half, or three quarters. What it costs: widening them for each
-product. What it changes: the weights; models/quantized.py measures by how much and refuses too much.
+2023, "QLoRA"). What it saves: of half-precision matrices a half, or three quarters. What it costs: widening them for
+each product. What it changes: the weights; models/quantized.py measures by how much and refuses too much.
 
 The layers hold the libraries' codes and scales as plain parameters and lend them to the libraries' kernels. So they are
 counted, parked, streamed, copied and checksummed as any other weight; and bitsandbytes never repacks them: its own
