@@ -39,8 +39,8 @@ def service(config: RunConfig) -> Iterator[str]:
     for role in roles:
         if (held := getattr(config.precision, role)) != "auto":
             yield (
-                f"precision.{role}: given {held!r} beside {role}.residency = 'service', whose numbers must be this run's "
-                f"own; leave precision.{role} out"
+                f"precision.{role}: given {held!r} beside {role}.residency = 'service', whose numbers must be this "
+                f"run's own; leave precision.{role} out"
             )
     if "reference" in roles and config.ppo.kl_estimator == "full":
         yield (
