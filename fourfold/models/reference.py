@@ -28,11 +28,14 @@ from fourfold.models.loading import (
 )
 from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Activations, Policy, freeze
-from fourfold.models.split import cut, layout_of, verify_whole
+from fourfold.models.split import Part, cut, layout_of, verify_whole
 
 
 class OwnPolicy(Policy):
     """A policy over a whole model: it reads the rollout's ids, whatever the activations of the other roles are."""
+
+    def stand_on(self, trunk: Part) -> None:
+        """Its own layers begin at the ids: no trunk is below them."""
 
     def hidden_before(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
         """Hidden states before each response token."""

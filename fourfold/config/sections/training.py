@@ -37,6 +37,11 @@ class SftSection(OptimizerSection):
 
 
 class RewardSection(OptimizerSection):
+    @property
+    def of_the_base(self) -> bool:
+        """Whether the reward model is made of the run's own model: a head above a copy of its layers."""
+        return self.source in ("train", "checkpoint")
+
     source: Literal["train", "checkpoint", "function", "model"] = Field(
         default="train",
         description="Train a reward model on the pairs, load one of those, call a Python function, or take a text "
@@ -94,7 +99,7 @@ class RewardSection(OptimizerSection):
         description="Shift and scale the score so that 256 of the sft texts have mean 0 and standard deviation 1 "
         "(the numbers are saved with the model).",
     )
-    residency: Literal["keep", "park", "stream"] = Field(
+    residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reward model's own weights are in ppo: {RESIDENCY}"
     )
     retries: Count = Field(default=2, description="How often a function that fails is asked again.")
