@@ -304,9 +304,8 @@ def test_roles_with_models_of_their_own_need_their_folders(tmp_path: Path, monke
     (tmp_path / "bare").mkdir()
     given = [*OWN_MODEL, "data.prompts.path=prompts.parquet"]
     check_paths(load(tmp_path, "", *given, "reward.model=owner/judge", "reference.model=owner/larger"))
-    wrong = load(tmp_path, "", *given, "reward.model=./none", "reference.model=bare", "model.path=owner/actor")
     with pytest.raises(ConfigError, match=r"reward\.model: no folder './none'") as caught:
-        check_paths(wrong)
+        check_paths(load(tmp_path, "", *given, "reward.model=./none", "reference.model=bare", "model.path=a/b"))
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["reward.model", "reference.model"]
     cached = load(tmp_path, "", *given, "reward.model=owner/judge", "reward.engine=onnx", "model.cache=pairs.csv/x")
     with pytest.raises(ConfigError, match=r"model\.cache: 'pairs\.csv/x' cannot be made"):
