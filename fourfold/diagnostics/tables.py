@@ -101,7 +101,9 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         role = getattr(models, name, None)
         outside = getattr(role, "outside_torch", None)
         if outside is not None:
-            rows.append(RoleRow(name, outside.parameters, 0, outside.dtype, outside.where, outside.bytes))
+            rows.append(
+                RoleRow(name, outside.parameters, 0, outside.dtype, outside.where, outside.bytes, outside.bytes)
+            )
         elif unique:
             held = residency_of(role) or getattr(role, "masters", None)
             row = _role_row(name, list(unique.values()), quantized, "" if held is None else held.where)

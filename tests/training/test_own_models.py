@@ -74,7 +74,7 @@ def test_away_from_its_phase_a_reward_model_scores_the_same_bits(tmp_path: Path,
     assert isinstance(reward, External) and isinstance(reward.residency, RoleResidency)
     own = away.models.own_parameters(reward)
     assert len(own) == len(list(reward.parameters())), "nobody shares its tensors"
-    assert away.models.frozen_checksum() == kept.models.frozen_checksum()
+    assert away.models.frozen_checksums() == kept.models.frozen_checksum()
     for expected, row in zip(steps_of(kept), steps_of(away), strict=True):
         assert sum(p.untyped_storage().nbytes() for p in own) <= 4 * len(own)
         assert row["reward_moved_bytes"] >= sum(p.numel() * 4 for p in own)
@@ -87,11 +87,11 @@ def test_away_from_its_phase_a_reward_model_scores_the_same_bits(tmp_path: Path,
 def test_a_damaged_reward_model_ends_nothing_silently(tmp_path: Path) -> None:
     """The frozen checksum covers it: a weight that moves is noticed at the next checkpoint."""
     trainer = make_trainer(make_config(scored_by(tmp_path)))
-    before = trainer.models.frozen_checksum()
+    before = trainer.models.frozen_checksums()
     assert isinstance(trainer.models.reward, External)
     with torch.no_grad():
         next(trainer.models.reward.parameters()).add_(1e-3)
-    assert trainer.models.frozen_checksum() != before
+    assert trainer.models.frozen_checksums() != before
 
 
 def test_a_run_scored_by_onnx_runtime(tmp_path: Path) -> None:
