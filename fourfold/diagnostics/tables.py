@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -83,7 +83,7 @@ def role_rows(models: FourModels) -> list[RoleRow]:
 
     The language head above a shared trunk stands in the trunk's row.
     """
-    from fourfold.memory.offload import residency_of
+    from fourfold.memory.offload import is_elsewhere, residency_of
 
     counted = set[int]()
     parts = dict(models.shared_parameters())
@@ -96,8 +96,10 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
         if unique:
-            held = residency_of(getattr(models, name, None))
-            rows.append(_role_row(name, list(unique.values()), "" if held is None else held.where))
+            role = getattr(models, name, None)
+            held = residency_of(role) or getattr(role, "masters", None)
+            row = _role_row(name, list(unique.values()), "" if held is None else held.where)
+            rows.append(replace(row, dtype="-", bytes=0) if is_elsewhere(role) else row)
     return rows
 
 

@@ -32,6 +32,7 @@ from fourfold.models.products import prepare_for_decoding
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
+from fourfold.models.trunk import hold_as_masters_compute, layer_parameters
 from fourfold.planner.architectures import Architecture
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ class Base:
         whole = tensor_bytes(p for part in parts for p in part.parameters())
         mine = self.policy.branch.num_layers
         depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
-        return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size)
+        trained = 0
+        if self.trunk is not None and config.trunk.train:
+            trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
+        return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size, trained)
 
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
@@ -225,7 +229,8 @@ def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
     width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
     own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
     whole = own + (total - mine * shape.layer_parameters) * width if mine < layers else own
-    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden)
+    trained = (layers - mine) * shape.layer_parameters * 4 if config.trunk.train else 0
+    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained)
 
 
 def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
@@ -241,7 +246,9 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     branch = cut(model, depth, total, compute_dtype=dtype)
     if mode != "adapters":
         branch.float()  # roles load float32 masters into it
-    trunk = cut(model, 0, depth, compute_dtype=dtype) if depth else None
+    trunk = cut(model, 0, depth, compute_dtype=dtype, leave_norm=True) if depth else None
+    if trunk is not None and config.trunk.train:
+        hold_as_masters_compute(trunk)
     if trunk is not None:
         verify_split(model, trunk, branch, tolerance=SPLIT_TOLERANCE[dtype])
     else:
@@ -287,7 +294,10 @@ def _trunk_depth(config: RunConfig, total: int) -> int:
         return 0
     if own >= total:
         instead = 'or use sharing.mode = "none"' if trunk else "or 0 for all"
-        raise ValueError(f"{key} = {own}: the model has {total} layers, so 1 to {total - 1} are allowed; {instead}")
+        least = 0 if trunk and config.trunk.train else 1
+        raise ValueError(
+            f"{key} = {own}: the model has {total} layers, so {least} to {total - 1} are allowed; {instead}"
+        )
     return total - own
 
 

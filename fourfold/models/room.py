@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
-from fourfold.planner.advice import Held, advice, mib
+from fourfold.planner.advice import TRAINED_TRUNK, Held, advice, mib
 
 
 @dataclass
@@ -21,17 +22,34 @@ class Room:
     loaded: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, budget: Budget, whole: int, own: int, layers: tuple[int, int], hidden: int) -> Room:
-        """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own."""
+    def of(
+        cls,
+        config: RunConfig,
+        budget: Budget,
+        whole: int,
+        own: int,
+        layers: tuple[int, int],
+        hidden: int,
+        trunk: int = 0,
+    ) -> Room:
+        """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own.
+
+        `trunk` are the bytes of a trained trunk. One pass then gives the gradients of trunk, actor and critic, those of
+        the trunk twice where they are measured; otherwise one role's are there at a time.
+        """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
+        roles = [role for role in roles if role not in roles_at_a_service(config)]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
+        weights[TRAINED_TRUNK] = trunk
+        together = trunk > 0 and config.trunk.alternate == 0
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
-            trained=2 * own,
-            gradients=own,
-            states=4 * own,
+            trained=2 * own + trunk,
+            gradients=2 * own + 2 * trunk if together else own + trunk,
+            states=4 * own + 2 * trunk,
             layers=layers[0],
             own_layers=layers[1],
+            trunk_layers=layers[0] - layers[1] if trunk else 0,
             hidden=hidden,
         )
         return cls(config, budget, planned)

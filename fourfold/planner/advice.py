@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from fourfold.config.schema import RunConfig
 
-# Settings that leave an update as it is, bit for bit: a run may be taken up again with others.
+# Settings that leave an update as it is, bit for bit (an offloaded optimizer on a GPU: but for the CPU's rounding of
+# Adam): a run may be taken up again with others.
 RESUMABLE = frozenset(
     {
         "memory.activation_offload",
@@ -21,8 +22,15 @@ RESUMABLE = frozenset(
         "memory.optimizer_residency",
         "reference.residency",
         "reward.residency",
+        "service.max_rows",
+        "service.retries",
+        "service.timeout_seconds",
+        "service.token_env",
+        "service.url",
     }
 )
+# How the trained copy of the trunk's layers is called among the weights.
+TRAINED_TRUNK = "trained trunk"
 # Adapters of four roles, gradients of one of them at a time, two moments of two.
 _ADAPTER_COPIES = 4 + 1 + 2 * 2
 
@@ -40,6 +48,7 @@ class Held:
     process: int = 0  # interpreter, libraries, data
     layers: int = 1  # of the model
     own_layers: int = 1  # of a trained role
+    trunk_layers: int = 0  # of a trained trunk
     hidden: int = 1
 
     def describe(self) -> str:
@@ -99,14 +108,27 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
         after = whole * narrow + _adapters(whole, held, config)
         yield Advice("sharing.mode", '"adapters"', round(weights + learning - after))
     elif mode == "trunk":
-        own = weights - held.weights.get("trunk", 0)
-        half = config.trunk.branch_layers // 2
-        if half:
-            share = 1 - half / config.trunk.branch_layers
-            yield Advice("trunk.branch_layers", str(half), round((own + learning) * share))
+        yield from _trunk(held, config, narrow)
     elif held.own_layers > 1:  # adapters: most of what their backward pass keeps lies in the layers that they are on
         half = held.own_layers // 2
         yield Advice("adapters.layers", str(half), round((learning + held.passing) * (1 - half / held.own_layers)))
+
+
+def _trunk(held: Held, config: RunConfig, narrow: float) -> Iterator[Advice]:
+    """Shorter branches; layers that a trained trunk takes over are there twice, trained and frozen."""
+    trained = held.weights.get(TRAINED_TRUNK, 0)
+    learning = held.gradients + held.states
+    a_byte = learning / max(held.trained, 1)  # of gradients and states, for each of trained weights
+    if trained:
+        yield Advice("trunk.train", "false", round(trained * (1 + a_byte)))
+    half = config.trunk.branch_layers // 2
+    if half:
+        share = 1 - half / config.trunk.branch_layers
+        own = sum(held.weights.values()) - held.weights.get("trunk", 0) - trained
+        saved = own + learning
+        if trained:
+            saved -= trained * a_byte + held.weights.get("actor", 0) * (1 + narrow + a_byte)
+        yield Advice("trunk.branch_layers", str(half), round(share * saved))
 
 
 def _adapters(whole: int, held: Held, config: RunConfig) -> float:
@@ -124,13 +146,16 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
-        own = held.weights.get(role, 0)
+        own = 0 if residency == "service" else held.weights.get(role, 0)
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):
             yield Advice(f"{role}.residency", '"park"', own)
     if config.memory.optimizer_residency == "keep":
         yield Advice("memory.optimizer_residency", '"park"', held.states)
+    elif config.memory.optimizer_residency == "park":
+        narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
+        yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
     if "ppo" in config.stages and config.ppo.optimizer == "adamw":
         yield Advice("ppo.optimizer", '"adamw_8bit"', held.states // 2 * 3 // 4)
 
@@ -152,7 +177,7 @@ def _shorter(held: Held, config: RunConfig) -> Iterator[Advice]:
 
 def _activations(held: Held, config: RunConfig) -> Iterator[Advice]:
     """Both keep one layer's activations at a time."""
-    saves = round(held.passing * (1 - 1 / max(held.own_layers, 1)))
+    saves = round(held.passing * (1 - 1 / max(held.own_layers + held.trunk_layers, 1)))
     if config.memory.checkpointing == "none":
         yield Advice("memory.checkpointing", '"layers"', saves)
     if not config.memory.activation_offload:

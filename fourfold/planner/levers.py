@@ -26,13 +26,19 @@ class Lever:
     costs: str
     change: Change
     bound: float = 0.0  # "bounded": largest |difference of the weights' move| / |move| of one update on a tiny model
+    trunk_bound: float = 0.0  # the same for one that is exact but not over a cached trunk
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
     not_benchmarked: str = ""  # why benchmarks/levers.py leaves it out; nothing: it does not
 
+    def bound_over(self, *, trunk: bool) -> float:
+        """The bound with or without a cached trunk; 0 is bit-equality."""
+        return self.bound + (self.trunk_bound if trunk else 0.0)
+
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
+HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
 # What a step within the backward pass needs.
 ONE_MICRO_BATCH: Mapping[str, Any] = {
     "ppo.mini_batch_size": 4,
@@ -50,7 +56,17 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the lower layers, their gradients and moments; most passes run the upper layers only",
         costs="the lower layers are not trained",
         change="other parameters",
-        excludes=("adapters", "adapters over a trunk"),
+        excludes=("trained trunk", "adapters", "adapters over a trunk"),
+    ),
+    Lever(
+        name="trained trunk",
+        where="fourfold.models.trunk",
+        settings={"sharing.mode": "trunk", "trunk.train": True},
+        baseline=SEPARATE,
+        saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
+        costs="no cached activations; a frozen copy of the lower layers for reference and reward",
+        change="other parameters",
+        excludes=("trunk", "adapters", "adapters over a trunk", "optimizer in backward"),
     ),
     Lever(
         name="adapters",
@@ -60,7 +76,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the whole base; gradients and moments but for the adapters",
         costs="low rank; two small products more for each matrix",
         change="other parameters",
-        excludes=("trunk", "adapters over a trunk"),
+        excludes=("trunk", "trained trunk", "adapters over a trunk"),
     ),
     Lever(
         name="adapters over a trunk",
@@ -70,7 +86,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="what both save",
         costs="only the upper layers adapt",
         change="other parameters",
-        excludes=("trunk", "adapters"),
+        excludes=("trunk", "trained trunk", "adapters"),
     ),
     Lever(
         name="checkpointing",
@@ -115,7 +131,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reference",),
+        excludes=("stream reference", "service reference"),
     ),
     Lever(
         name="stream reference",
@@ -124,7 +140,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reference",),
+        excludes=("park reference", "service reference"),
     ),
     Lever(
         name="park reward",
@@ -133,7 +149,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reward",),
+        excludes=("stream reward", "service reward"),
     ),
     Lever(
         name="stream reward",
@@ -142,7 +158,31 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reward",),
+        excludes=("park reward", "service reward"),
+    ),
+    Lever(
+        name="service reference",
+        where="fourfold.scoring.service.roles",
+        settings={"reference.residency": "service"},
+        baseline=SEPARATE,
+        saves="the reference's own weights, always: another process has them",
+        costs="a request a step; the service needs a base of its own",
+        change="exact",
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
+        excludes=("park reference", "stream reference"),
+        not_benchmarked="needs a second process that holds the role",
+    ),
+    Lever(
+        name="service reward",
+        where="fourfold.scoring.service.roles",
+        settings={"reward.residency": "service"},
+        baseline=SEPARATE,
+        saves="the reward model's own weights, always: another process has them",
+        costs="a request a step; the service needs a base of its own",
+        change="exact",
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
+        excludes=("park reward", "stream reward"),
+        not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
         name="park optimizer",
@@ -151,6 +191,18 @@ LEVERS: tuple[Lever, ...] = (
         saves="Adam's moments but for one parameter's, always",
         costs="reading and writing them once an optimizer step",
         change="exact",
+        excludes=("offload optimizer",),
+    ),
+    Lever(
+        name="offload optimizer",
+        where="fourfold.memory.optimizer_offload",
+        settings={"memory.optimizer_residency": "offload", **HALF},
+        baseline=HALF,
+        saves="Adam's moments and gradients but for those of two parameters; half of the trained matrices; the "
+        "sampler's copy of the actor in the compute type",
+        costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
+        change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
+        excludes=("park optimizer",),
     ),
     Lever(
         name="optimizer in backward",
@@ -160,7 +212,17 @@ LEVERS: tuple[Lever, ...] = (
         saves="the gradients of a role but for a few parameters' at a time",
         costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
         change="exact",
-        excludes=("micro-batches",),
+        excludes=("micro-batches", "trained trunk"),
+    ),
+    Lever(
+        name="overlap scoring",
+        where="fourfold.scoring.ahead",
+        settings={"sampling.overlap_scoring": True, "sampling.batch_size": 4},
+        baseline={"sampling.batch_size": 4},
+        saves="the seconds of reference and reward, as far as sampling leaves the processor room",
+        costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
+        change="bounded",  # as micro-batches: products of other shapes
+        bound=1e-4,
     ),
     Lever(
         name="adamw_8bit",

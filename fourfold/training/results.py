@@ -23,6 +23,7 @@ from fourfold.models.loading import Base, load_base, load_causal_lm
 from fourfold.models.roles import Policy
 from fourfold.models.split import layout_of
 from fourfold.models.storage import load_own_tensors, load_role
+from fourfold.models.trunk import trainable_copy
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
     """The trained actor of a run: of its last step, or of the best checkpoint."""
     actor = base.new_policy()
+    if base.trunk is not None and config.trunk.train:
+        actor.stand_on(trainable_copy(base.trunk, config.memory))
     if best:
         checkpoint = CheckpointStore(folder.stage("ppo") / "checkpoints", keep_last=1).load_best()
         if checkpoint is None:
@@ -166,6 +169,9 @@ def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
     layers, own = getattr(whole, layout.layers), getattr(body, layout.layers)
     for target, source in zip(layers[len(layers) - len(own) :], own, strict=True):
         target.load_state_dict(source.state_dict())
+    if actor.trunk is not None:
+        for target, source in zip(layers, actor.trunk.layers, strict=False):  # those above are the branch's
+            target.load_state_dict(source.state_dict())
     names = [layout.norm]
     if actor.branch.takes_ids:
         names += [name for name in (layout.embedding, layout.learned_positions) if name]

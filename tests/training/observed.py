@@ -129,6 +129,7 @@ class Scene:
         parts = (
             config.sharing.mode,
             config.trunk.branch_layers,
+            config.trunk.train,
             adapters,
             config.precision.compute,
             config.memory.attention,

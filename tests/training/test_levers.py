@@ -15,16 +15,18 @@ in a process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fourfold.config import ConfigError
 from fourfold.planner.levers import LEVERS, Lever, lever
@@ -38,6 +40,7 @@ from training.runs import (
     settings,
     weights_of,
 )
+from training.served import at_service, hosted_roles, listening
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
 MECHANISMS = [each for each in LEVERS if each.change != "other parameters"]
@@ -65,8 +68,8 @@ def baseline(levers: Iterable[Lever]) -> dict[str, Any]:
 
 
 def inexact(levers: Iterable[Lever]) -> list[Lever]:
-    """Those that change the update, or what is trained."""
-    return [each for each in levers if each.change != "exact"]
+    """Those that change the update, or what is trained; and those that do so over a trunk."""
+    return [each for each in levers if each.change != "exact" or each.trunk_bound > 0]
 
 
 def context(levers: Sequence[Lever]) -> tuple[dict[str, Any], list[Lever]]:
@@ -112,6 +115,35 @@ def reward_stored(folder: Path, tree: str) -> Path:
     return stored
 
 
+class Services:
+    """A service for each way to share, started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.open = contextlib.ExitStack()
+        self._urls: dict[tuple[Any, ...], str] = {}
+
+    def url(self, tree: Mapping[str, Any], roles: tuple[str, ...]) -> str:
+        """Of one with these roles of this run; the models of all tests are made from one seed."""
+        key = (*roles, str(tree.get("sharing")), str(tree.get("adapters")))
+        if key not in self._urls:
+            self._urls[key] = self.open.enter_context(listening(hosted_roles(dict(tree), *roles))).url
+        return self._urls[key]
+
+
+SERVICES = Services()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def services() -> Iterator[None]:
+    with SERVICES.open:
+        yield
+
+
+def over_a_trunk(tree: Mapping[str, Any]) -> bool:
+    mode = tree.get("sharing", {}).get("mode", "trunk")
+    return mode == "trunk" or (mode == "adapters" and tree["adapters"].get("layers", 0) > 0)
+
+
 def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> dict[str, Any]:
     """A tiny run of one PPO step with `levers`, on the baselines that the `compared` ones need."""
     given = baseline(compared)
@@ -127,11 +159,15 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
         stored = reward_stored(folder, json.dumps(merged(tree, nested(shared))))
         tree = merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(stored), "function": None}})
+    away = tuple(role for role in ("reference", "reward") if given.get(f"{role}.residency") == "service")
+    if away:
+        kept = merged(tree, nested({key: value for key, value in given.items() if not key.endswith(".residency")}))
+        tree = at_service(tree, SERVICES.url(kept, away), *away)
     return merged(tree, nested(given))
 
 
 def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> tuple[Weights, Weights]:
-    """Actor and critic before and after one step, as one mapping each."""
+    """Actor and critic, and a trained trunk, before and after one step, as one mapping each."""
     return moved_by(json.dumps(tree_with(folder, levers, compared)))
 
 
@@ -140,7 +176,9 @@ def moved_by(tree: str) -> tuple[Weights, Weights]:
     """`moved` by these settings."""
     trainer = make_trainer(make_config(json.loads(tree)))
     give_value_head(trainer.models)
-    roles = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    roles: dict[str, nn.Module] = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    if trainer.models.trunk is not None:
+        roles["trunk"] = trainer.models.trunk
     before = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
     trainer.step()
     after = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
@@ -176,8 +214,9 @@ def culprits(folder: Path, rest: Sequence[Lever], exact: Sequence[Lever], compar
 
 def check(folder: Path, having: Sequence[Lever]) -> None:
     """The exact ones change no bit of the run without them; the others no more than their bounds allow."""
-    rest, exact = inexact(having), [each for each in having if each.change == "exact"]
-    bounded = [each for each in rest if each.change == "bounded"]
+    rest = inexact(having)
+    exact = [each for each in having if each not in rest]
+    bounded = [each for each in rest if each in MECHANISMS]
     without = moved(folder, rest, having)
     if exact:
         assert bit_equal(without, moved(folder, having, having)), (
@@ -185,7 +224,9 @@ def check(folder: Path, having: Sequence[Lever]) -> None:
         )
     if bounded:
         base = moved(folder, [each for each in rest if each.name in SHARING], having)
-        assert difference(base, without) <= sum(each.bound for each in bounded)
+        trunk = over_a_trunk(tree_with(folder, having, having))
+        bound = sum(each.bound_over(trunk=trunk) for each in bounded)
+        assert difference(base, without) <= bound if bound else bit_equal(base, without)
 
 
 @pytest.fixture(scope="module")

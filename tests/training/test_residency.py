@@ -63,7 +63,7 @@ def test_roles_are_in_memory_in_their_phase_only(
     tree = merged(tree, {name: {"residency": mode} for name, mode in given.items()})
     trainer = make_trainer(make_config(tree))
     models = trainer.models
-    assert models.frozen_checksum() == plain.models.frozen_checksum(), "read where they lie"
+    assert models.frozen_checksums() == plain.models.frozen_checksums(), "read where they lie"
     own = {name: models.own_parameters(getattr(models, name)) for name in given}
     few = {name: 4 * len(parameters) for name, parameters in own.items()}
     rows = {row.model: row for row in role_rows(models)}

@@ -7,12 +7,19 @@ from collections.abc import Iterable, Mapping
 from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.metric import Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
-from fourfold.diagnostics.metrics.update import POLICY, VALUE
+from fourfold.diagnostics.metrics.update import POLICY, TRUNK, VALUE
 
 __all__ = ["METRICS", "Metric", "check_row", "metrics_markdown"]
 
 _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
-    "ppo_step": {"Counters": COUNTERS, "Rollout": ROLLOUT, "Policy": POLICY, "Value": VALUE, "Costs": COSTS},
+    "ppo_step": {
+        "Counters": COUNTERS,
+        "Rollout": ROLLOUT,
+        "Policy": POLICY,
+        "Value": VALUE,
+        "Trunk": TRUNK,
+        "Costs": COSTS,
+    },
     "evaluation": {"Counters": COUNTERS, "Held-out prompts": EVALUATION},
 }
 _ABOUT = {
