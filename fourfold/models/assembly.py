@@ -16,6 +16,7 @@ from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.loading import Base
 from fourfold.models.products import hold_narrowly
+from fourfold.models.quantized import quantize_checked
 from fourfold.models.roles import (
     Policy,
     Scorer,
@@ -33,6 +34,7 @@ from fourfold.models.split import Part
 from fourfold.models.storage import RoleRecord, load_role
 from fourfold.models.trunk import hold_frozen_layers_narrowly, layer_parameters, trainable_copy
 from fourfold.planner.advice import TRAINED_TRUNK
+from fourfold.planner.quantization import QUANTIZED
 
 
 @dataclass
@@ -108,9 +110,10 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
             trunk = trainable_copy(base.trunk, config.memory)
         hold_frozen_layers_narrowly(base.trunk)
         _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
-    for name, role in (("reference", reference), ("reward", scorer)):
-        if role is not None and name not in away and not is_adapted(role.branch):
-            hold_narrowly(role.branch)
+    if "reference" not in away:
+        _hold(reference, config.precision.reference, base, "reference")
+    if scorer is not None and "reward" not in away:
+        _hold(scorer, config.precision.reward, base, "reward")
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
@@ -181,12 +184,24 @@ def frozen_roles(
             load_role(sft, policy, record_for(config, "policy"))
         weights["reference"] = weights_of_role(base, policy)
         freeze(policy)
-    held: list[Policy | Scorer] = [policy] if "reference" in roles else []
-    for role in [*held, *([] if scorer is None else [scorer])]:
-        if not is_adapted(role.branch):
-            hold_narrowly(role.branch)
+    held: list[tuple[Policy | Scorer, str, str]] = []
+    if "reference" in roles:
+        held.append((policy, config.precision.reference, "reference"))
+    if scorer is not None:
+        held.append((scorer, config.precision.reward, "reward"))
+    for role, kind, name in held:
+        _hold(role, kind, base, name)
         role.train()
     return policy if "reference" in roles else None, scorer, weights
+
+
+def _hold(role: Policy | Scorer, kind: str, base: Base, setting: str) -> None:
+    """Hold the own weights of a frozen role in fewer bytes: the same numbers, or rounded ones where that is asked."""
+    if is_adapted(role.branch):
+        return
+    if kind in QUANTIZED:
+        quantize_checked(role, base.trunk, role.branch, kind, base.probe(), setting)
+    hold_narrowly(role.branch)
 
 
 def set_new_head_bias(critic: Scorer, mean_score: float) -> None:

@@ -26,14 +26,17 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
 from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.adapters import add_adapters, is_adapter
+from fourfold.memory.quantization import kind_of, quiet_imports
+from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import prepare_for_decoding
+from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
 from fourfold.models.trunk import hold_as_masters_compute, layer_parameters
 from fourfold.planner.architectures import Architecture
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +71,17 @@ class Base:
         trained = 0
         if self.trunk is not None and config.trunk.train:
             trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
-        return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size, trained)
+        hidden = self.policy.branch.hidden_size
+        return Room.of(config, self.budget, whole, own, (depth, mine), hidden, trained, self.matrix_bytes())
+
+    def matrix_bytes(self) -> tuple[int, int]:
+        """Bytes of decoder layers' float matrices in what the roles share, and in what each of them has a copy of."""
+        trunk, branch = (0 if part is None else _matrix_bytes(part) for part in (self.trunk, self.policy.branch))
+        return (trunk + branch, 0) if is_adapted(self.policy.branch) else (trunk, branch)
+
+    def probe(self) -> Probe:
+        """Texts to compare roles on."""
+        return Probe.of(self.tokenizer, self.pad_id, next(self.policy.parameters()).device)
 
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
@@ -77,6 +90,13 @@ class Base:
     def new_scorer(self) -> Scorer:
         """A scorer with a copy of the base's upper layers and a new (zero) head."""
         return scorer_on(self.policy)
+
+
+def _matrix_bytes(part: Part) -> int:
+    if kind_of(part):
+        return 0
+    named = [named for layer in part.layers for named in layer.named_parameters()]
+    return tensor_bytes(p for name, p in named if p.ndim == 2 and not is_adapter(name))
 
 
 def resolve_model(path: str, cache: Path) -> str:
@@ -112,6 +132,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
     folder = cache / f"{file.stem}-{digest}"
     if (folder / "config.json").is_file():
         return folder
+    quiet_imports()  # transformers imports torchao where it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("converting %s to %s (once)", file.name, folder)
@@ -144,6 +165,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
 
 def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`."""
+    quiet_imports()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     resolved = resolve_model(path, cache)
@@ -212,7 +234,10 @@ def load_base(config: RunConfig) -> Base:
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)
     room = _room_of_folder(config, budget)
-    with room.role("base model", sum(room.planned.weights.get(name, 0) for name in ("trunk", "base", "actor"))):
+    # The floats are there before they are quantised.
+    floats = config.model_copy(update={"precision": config.precision.model_copy(update={"frozen": "auto"})})
+    weights = _room_of_folder(floats, budget).planned.weights
+    with room.role("base model", sum(weights.get(name, 0) for name in ("trunk", "base", "actor"))):
         return _load_base(config, device, budget)
 
 
@@ -228,9 +253,12 @@ def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
     mine = {"none": layers, "trunk": min(config.trunk.branch_layers, layers), "adapters": 0}[mode]
     width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
     own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
-    whole = own + (total - mine * shape.layer_parameters) * width if mine < layers else own
+    shared = (layers - mine) * shape.layer_parameters if mine < layers else 0
+    rest = total - mine * shape.layer_parameters - shared if mine < layers else 0
+    whole = own + rest * width + held_bytes(config.precision.frozen, shared, shape.hidden, width)
+    matrices = (shared * width, mine * shape.layer_parameters * 4)
     trained = (layers - mine) * shape.layer_parameters * 4 if config.trunk.train else 0
-    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained)
+    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained, matrices)
 
 
 def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
@@ -262,24 +290,43 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         )
     eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
     pad = tokenizer.pad_token_id
-    policy = Policy(branch, LanguageHead.of(model)).to(device)
-    for part in (policy.branch, trunk):
-        if part is not None:
-            prepare_for_decoding(part)
-            budget.watch(part.layers)
-    if mode == "adapters":
-        add_adapters(policy.branch, config.adapters, seed=config.seed)
-    return Base(
+    base = Base(
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
-        policy=policy,
+        policy=Policy(branch, LanguageHead.of(model)).to(device),
         shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
         budget=budget,
     )
+    del model  # of the float weights only those are left that the base holds
+    _hold(config, base)
+    return base
+
+
+def _hold(config: RunConfig, base: Base) -> None:
+    """Hold the base as `precision.frozen` says, and put the adapters on it."""
+    branch, trunk, kind = base.policy.branch, base.trunk, config.precision.frozen
+    adapted = config.sharing.mode == "adapters"
+    if kind in QUANTIZED:
+        for part in (trunk, branch if adapted else None):
+            if part is not None:
+                quantize_checked(base.policy, trunk, part, kind, base.probe(), "frozen")
+    for part in (branch, trunk):
+        if part is not None:
+            prepare_for_decoding(part)
+            base.budget.watch(part.layers)
+    if adapted:
+        add_adapters(branch, config.adapters, seed=config.seed)
+        _check_gradients(base)
+
+
+def _check_gradients(base: Base) -> None:
+    adapters = nn.ParameterList(adapter_parameters(base.policy.branch)).requires_grad_(True)
+    check_gradients(base.policy.branch, base.trunk, base.probe(), "adapters")
+    adapters.requires_grad_(False)
 
 
 def _trunk_depth(config: RunConfig, total: int) -> int:

@@ -10,6 +10,7 @@ from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
 from fourfold.planner.advice import TRAINED_TRUNK, Held, advice, mib
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 
 @dataclass
@@ -31,19 +32,26 @@ class Room:
         layers: tuple[int, int],
         hidden: int,
         trunk: int = 0,
+        matrices: tuple[int, int] = (0, 0),
     ) -> Room:
-        """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own.
+        """For a model of `whole` bytes of which a role copies `own`.
 
-        `trunk` are the bytes of a trained trunk. One pass then gives the gradients of trunk, actor and critic, those of
-        the trunk twice where they are measured; otherwise one role's are there at a time.
+        `layers` are the model's and a role's own, `matrices` the float bytes of decoder layers' matrices in what is
+        shared and in a role's copy, `trunk` the bytes of a trained trunk. One pass then gives the gradients of trunk,
+        actor and critic, those of the trunk twice where they are measured; otherwise one role's are there at a time.
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
         roles = [role for role in roles if role not in roles_at_a_service(config)]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
+        for role in ("reference", "reward"):
+            if role in weights and (kind := getattr(config.precision, role)) in QUANTIZED:
+                weights[role] += held_bytes(kind, matrices[1] // 4, hidden, 4) - matrices[1]
         weights[TRAINED_TRUNK] = trunk
         together = trunk > 0 and config.trunk.alternate == 0
+        shares = (matrices[0] / max(whole - own, 1), matrices[1] / max(own, 1))
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
+            matrix_shares=shares,
             trained=2 * own + trunk,
             gradients=2 * own + 2 * trunk if together else own + trunk,
             states=4 * own + 2 * trunk,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fourfold.config.schema import RunConfig
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 # Settings that leave an update as it is, bit for bit (an offloaded optimizer on a GPU: but for the CPU's rounding of
 # Adam): a run may be taken up again with others.
@@ -46,6 +47,7 @@ class Held:
     cache: int = 0  # the trunk's cached activations
     passing: int = 0  # activations and temporary tensors of the pass that was broken off
     process: int = 0  # interpreter, libraries, data
+    matrix_shares: tuple[float, float] = (0.0, 0.0)  # decoder layers' float matrices: of shared and of a role's bytes
     layers: int = 1  # of the model
     own_layers: int = 1  # of a trained role
     trunk_layers: int = 0  # of a trained trunk
@@ -137,10 +139,20 @@ def _adapters(whole: int, held: Held, config: RunConfig) -> float:
 
 
 def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
-    """Frozen weights, cached and passing activations in half the bytes."""
-    if config.precision.compute == "float32":
-        frozen = sum(held.weights.values()) - held.trained
+    """Frozen weights, cached and passing activations in half the bytes; frozen matrices in 8 or 4 bits."""
+    precision = config.precision
+    parts = {"frozen": ("trunk", "base"), "reference": ("reference",), "reward": ("reward",)}
+    quantized = [name for key, names in parts.items() if getattr(precision, key) in QUANTIZED for name in names]
+    if precision.compute == "float32":
+        frozen = sum(size for name, size in held.weights.items() if name not in quantized) - held.trained
         yield Advice("precision.compute", '"bfloat16"', (max(frozen, 0) + held.cache + held.passing) // 2)
+    width = 2 if precision.compute == "bfloat16" else 4
+    shared = sum(held.weights.get(name, 0) for name in parts["frozen"]) * held.matrix_shares[0]
+    own = {role: held.weights.get(role, 0) * held.matrix_shares[1] for role in ("reference", "reward")}
+    for key, kind, size in (("frozen", "nf4", shared), *((role, "int8", size) for role, size in own.items())):
+        if getattr(precision, key) == "auto":
+            saves = size - held_bytes(kind, size / width, held.hidden, width)
+            yield Advice(f"precision.{key}", f'"{kind}"', round(saves))
 
 
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:

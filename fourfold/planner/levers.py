@@ -37,6 +37,7 @@ class Lever:
 
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
+TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
 HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
 # What a step within the backward pass needs.
@@ -66,7 +67,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
         costs="no cached activations; a frozen copy of the lower layers for reference and reward",
         change="other parameters",
-        excludes=("trunk", "adapters", "adapters over a trunk", "optimizer in backward"),
+        excludes=("int8 base", "nf4 base", "trunk", "adapters", "adapters over a trunk", "optimizer in backward"),
     ),
     Lever(
         name="adapters",
@@ -76,7 +77,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the whole base; gradients and moments but for the adapters",
         costs="low rank; two small products more for each matrix",
         change="other parameters",
-        excludes=("trunk", "trained trunk", "adapters over a trunk"),
+        excludes=("trunk", "trained trunk", "adapters over a trunk", "int8 reference", "int8 reward"),
     ),
     Lever(
         name="adapters over a trunk",
@@ -86,7 +87,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="what both save",
         costs="only the upper layers adapt",
         change="other parameters",
-        excludes=("trunk", "trained trunk", "adapters"),
+        excludes=("trunk", "trained trunk", "adapters", "int8 reference", "int8 reward"),
     ),
     Lever(
         name="checkpointing",
@@ -233,6 +234,50 @@ LEVERS: tuple[Lever, ...] = (
         costs="rounded moments; on a CPU slower steps",
         change="bounded",
         bound=0.2,
+    ),
+    # On tiny models of random weights, where a base in fewer bits soon draws other tokens, so that its step is another
+    # one of the same size; what real models lose, `fourfold bench quantization` says.
+    Lever(
+        name="int8 base",
+        where="fourfold.memory.quantization",
+        settings={"precision.frozen": "int8"},
+        baseline=TRUNK,
+        saves="half of the half-precision matrices in a shared trunk, or in the base below adapters",
+        costs="rounded weights; widening them for each product",
+        change="bounded",
+        bound=0.8,
+        excludes=("nf4 base", "trained trunk"),
+    ),
+    Lever(
+        name="nf4 base",
+        where="fourfold.memory.quantization",
+        settings={"precision.frozen": "nf4"},
+        baseline=TRUNK,
+        saves="three quarters of them (QLoRA)",
+        costs="weights of 4 bits; widening them for each product",
+        change="bounded",
+        bound=1.3,
+        excludes=("int8 base", "trained trunk"),
+    ),
+    Lever(
+        name="int8 reference",
+        where="fourfold.memory.quantization",
+        settings={"precision.reference": "int8"},
+        saves="half of the reference's own half-precision matrices",
+        costs="a KL that is off by the rounding; widening the weights for each product",
+        change="bounded",
+        bound=0.02,
+        excludes=("adapters", "adapters over a trunk"),
+    ),
+    Lever(
+        name="int8 reward",
+        where="fourfold.memory.quantization",
+        settings={"precision.reward": "int8"},
+        saves="half of the reward model's own half-precision matrices",
+        costs="scores that are off by the rounding; widening the weights for each product",
+        change="bounded",
+        bound=0.1,
+        excludes=("adapters", "adapters over a trunk"),
     ),
 )
 

@@ -21,6 +21,7 @@ from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base
+from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
@@ -241,6 +242,7 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     say(describe_roles(trainer))
     report = trainer.check()
     say(report.describe())
+    check_trained_gradients(trainer.models)
     folder.write_json("ppo/preflight.json", report.as_dict())
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)
@@ -250,6 +252,12 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     sampled = meter.totals().get("generate")
     if sampled is not None and (said := trainer.accountant.hide_condition(sampled.seconds)):
         say(said)
+
+
+def check_trained_gradients(models: FourModels) -> None:
+    """Above a quantised base: what actor and critic would learn from, now that a rollout has been sampled."""
+    for name, role in (("actor", models.actor), ("critic", models.critic)):
+        check_gradients(role.branch, models.base.trunk, models.base.probe(), name)
 
 
 def describe_roles(trainer: Trainer) -> str:

@@ -6,6 +6,7 @@ run; so the run stops here with the number and the usual causes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,7 +16,9 @@ from fourfold.batch import ScoredRollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import is_elsewhere
+from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
+from fourfold.models.quantized import LOG_PROB_BOUNDS
 from fourfold.models.roles import Activations
 
 
@@ -89,7 +92,7 @@ def _measure(
     actor = models.actor
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
-    bounds = BOUNDS[actor.branch.compute_dtype]
+    bounds = _bounds(models)
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -116,10 +119,8 @@ def _measure(
         "dropout, position ids or masks differ between passes",
     )
     if fresh:
-        # A service makes the trunk's activations anew, in other passes than the sampler: the gap is of the same kind.
-        anew = models.base.trunk is not None and is_elsewhere(models.reference)
-        bound = bounds.sampler if anew else bounds.kl
-        _require("KL to the reference is not 0 at step 0", kl, bound, "the reference is not the actor as it starts")
+        allowed = _kl_bound(models, bounds)
+        _require("KL to the reference is not 0 at step 0", kl, allowed, "the reference is not the actor as it starts")
     _require(
         "sampler and trainer disagree on log-probs",
         sampler,
@@ -127,6 +128,24 @@ def _measure(
         "temperature, positions or weights differ in the sampler",
     )
     return result
+
+
+def _bounds(models: FourModels) -> Bounds:
+    """Of the compute type; activations in int8 carry as few bits as bfloat16, and sums in another order move them."""
+    policy = (models.actor.branch, models.base.trunk)
+    if any(part is not None and kind_of(part) == "int8_dynamic" for part in policy):
+        return BOUNDS[torch.bfloat16]
+    return BOUNDS[models.actor.branch.compute_dtype]
+
+
+def _kl_bound(models: FourModels, bounds: Bounds) -> tuple[float, float]:
+    """A reference in fewer bits than the actor is off by what its rounding does: as much as its probe may be."""
+    if models.base.trunk is not None and is_elsewhere(models.reference):
+        return bounds.sampler  # a service makes the trunk's activations anew, as the trainer does after the sampler
+    kind = kind_of(models.reference.branch)
+    if not kind or kind == kind_of(models.actor.branch):
+        return bounds.kl
+    return LOG_PROB_BOUNDS[kind], math.inf
 
 
 def _gap(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, float]:

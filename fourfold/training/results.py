@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
 from fourfold.memory.precision import DTYPES
+from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base, load_causal_lm
 from fourfold.models.roles import Policy
-from fourfold.models.split import layout_of
+from fourfold.models.split import Part, layout_of
 from fourfold.models.storage import load_own_tensors, load_role
 from fourfold.models.trunk import trainable_copy
 from fourfold.rollout.local import LocalSampler, SamplingSettings
@@ -139,6 +141,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
     model = model.float()
     _copy_branch(actor, model)
+    _copy_quantized(base.trunk, model)
     assert model.generation_config is not None, "a causal language model has one"
     ends = sorted(base.eos_ids)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
@@ -168,10 +171,10 @@ def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
     whole, body = getattr(model, layout.body), actor.branch.body
     layers, own = getattr(whole, layout.layers), getattr(body, layout.layers)
     for target, source in zip(layers[len(layers) - len(own) :], own, strict=True):
-        target.load_state_dict(source.state_dict())
+        _copy_layer(source, target)
     if actor.trunk is not None:
         for target, source in zip(layers, actor.trunk.layers, strict=False):  # those above are the branch's
-            target.load_state_dict(source.state_dict())
+            _copy_layer(source, target)
     names = [layout.norm]
     if actor.branch.takes_ids:
         names += [name for name in (layout.embedding, layout.learned_positions) if name]
@@ -179,3 +182,23 @@ def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
         linear.weight.copy_(actor.head.weight)
     for name in names:
         getattr(whole, name).load_state_dict(getattr(body, name).state_dict())
+
+
+def _copy_quantized(trunk: Part | None, model: PreTrainedModel) -> None:
+    """Of a quantised trunk, what the actor was trained above."""
+    if trunk is not None and kind_of(trunk):
+        layers = getattr(getattr(model, layout_of(model).body), layout_of(model).layers)
+        for source, target in zip(trunk.layers, layers, strict=False):
+            _copy_layer(source, target)
+
+
+def _copy_layer(source: nn.Module, target: nn.Module) -> None:
+    """Put a decoder layer's numbers into another one: quantised ones are what their codes stand for."""
+    if kind_of(source):
+        source = copy.deepcopy(source)
+        dequantize(source)
+    state = source.state_dict()
+    for name, module in source.named_modules():
+        if isinstance(module, nn.Linear) and not isinstance(target.get_submodule(name), nn.Linear):
+            state[f"{name}.weight"] = module.weight.t()  # GPT-2's own layers keep [inputs, outputs]
+    target.load_state_dict(state)

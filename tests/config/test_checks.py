@@ -269,3 +269,18 @@ def test_roles_at_a_service_need_its_address() -> None:
     [problem] = found(at, address, "ppo.kl_estimator=full")
     assert "try residency = 'park'" in problem
     assert found("reward.residency=service", address, "ppo.kl_estimator=full") == []
+
+
+def test_fewer_bits_for_what_is_not_there_are_ignored() -> None:
+    for mode, given, why in (
+        ("none", "precision.frozen=int8", "shares no frozen weights"),
+        ("adapters", "precision.reference=nf4", "holds one base for all roles, as precision.frozen says"),
+        ("adapters", "precision.reward=nf4", "holds one base for all roles"),
+    ):
+        [problem] = found(f"sharing.mode={mode}", given)
+        assert problem.startswith(given.partition("=")[0]) and why in problem
+    function = ["reward.source=function", "reward.function=a:b", "critic.init=actor", NO_PAIRS]
+    [problem] = found(*function, "precision.reward=int8")
+    assert "has no reward model" in problem
+    assert found("sharing.mode=adapters", "precision.frozen=nf4") == []
+    assert found("precision.frozen=int8", "precision.reference=int8_dynamic", "precision.reward=nf4") == []

@@ -310,6 +310,16 @@ def test_missing_packages_are_found_at_start(tmp_path: Path, monkeypatch: pytest
     check_packages(load(tmp_path))
 
 
+def test_packages_of_fewer_bits_are_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(tmp_path, "", "precision.frozen=int8_dynamic", "precision.reward=nf4", "ppo.optimizer=adamw_8bit")
+    monkeypatch.setattr("fourfold.config.paths.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_packages(config)
+    nf4, int8 = sorted(caught.value.problems, key=lambda problem: "torchao" in problem)
+    assert "precision.reward = 'nf4' and ppo.optimizer = 'adamw_8bit'" in nf4 and "bitsandbytes is not" in nf4
+    assert "precision.frozen = 'int8_dynamic', but the Python package torchao is not installed" in int8
+
+
 def test_torch_is_not_imported() -> None:
     code = "import sys, fourfold.config, fourfold.config.template; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -109,3 +109,19 @@ def test_what_is_exact_can_be_switched_on_in_the_same_folder() -> None:
     texts = {each.setting: str(each) for each in advice("learn", held, config())}
     assert texts["memory.checkpointing"] == 'memory.checkpointing = "layers" (about 0.8 MiB less)'
     assert "in a new output folder" in texts["sampling.max_new_tokens"]
+
+
+def test_frozen_matrices_in_fewer_bits() -> None:
+    """bfloat16 to NF4 (0.516 bytes) in what is shared, to int8 in what a role owns; not where it is on already."""
+    weights = {"trunk": 1_000_000, "actor": 400_000, "critic": 400_000, "reference": 200_000, "reward": 100_000}
+    held = Held(weights=weights, trained=800_000, matrix_shares=(0.5, 0.8), hidden=64)
+    found = by_setting("score", held, config())
+    nf4, int8 = (64 * 64 / 2 + 64 + 4 + 4) / 64**2, 1 + 4 / 64
+    assert found["precision.frozen"] == ('"nf4"', round(500_000 - 250_000 * nf4))
+    assert found["precision.reference"] == ('"int8"', round(160_000 - 80_000 * int8))
+    assert found["precision.reward"] == ('"int8"', round(80_000 - 40_000 * int8))
+    on = {"compute": "float32", "frozen": "int8", "reference": "nf4"}
+    found = by_setting("score", held, config(precision=on))
+    assert "precision.frozen" not in found and "precision.reference" not in found
+    # What is in fewer bits is not halved: the reward model is the only frozen weight left.
+    assert found.get("precision.compute", ("", 0))[1] == max(900_000 - 800_000, 0) // 2

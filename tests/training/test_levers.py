@@ -155,7 +155,7 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"trunk": None})
     if mode == "adapters":
         tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
-    if any("reward.residency" in each.settings for each in compared):
+    if any({"reward.residency", "precision.reward"} & each.settings.keys() for each in compared):
         shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
         stored = reward_stored(folder, json.dumps(merged(tree, nested(shared))))
         tree = merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(stored), "function": None}})
@@ -186,9 +186,12 @@ def moved_by(tree: str) -> tuple[Weights, Weights]:
 
 
 def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) -> float:
-    """|difference of the moves| / |move|, over all weights."""
+    """|difference of the moves| / |move|, over all weights; what only one of the two holds in fewer bits stays."""
     gap = move = 0.0
     for name, before in base[0].items():
+        if name not in other[0]:
+            assert torch.equal(base[1][name], before)
+            continue
         ours, theirs = base[1][name] - before, other[1][name] - other[0][name]
         gap += float((ours - theirs).double().square().sum())
         move += float(ours.double().square().sum())

@@ -27,8 +27,15 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
     mode = config.sharing.mode
     if mode == "none":
         because("sharing.mode = 'none' has no trunk", "trunk", *type(config.trunk).model_fields)
+        because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
     if mode == "adapters":
         because("sharing.mode = 'adapters' cuts by adapters.layers", "trunk", *type(config.trunk).model_fields)
+        because(
+            "sharing.mode = 'adapters' holds one base for all roles, as precision.frozen says",
+            "precision",
+            "reference",
+            "reward",
+        )
     else:
         because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
     if mode == "trunk":
@@ -37,6 +44,7 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
     if config.reward.source == "function":
         because("reward.source = 'function' has no reward model", "reward", "residency")
+        because("reward.source = 'function' has no reward model", "precision", "reward")
     if not roles_at_a_service(config):
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)

@@ -24,6 +24,11 @@ def trunk(config: RunConfig) -> Iterator[str]:
             "features themselves, which no penalty can turn apart; set trunk.branch_layers to 1 or more, or "
             "trunk.decoupling = 0"
         )
+    if given.train and config.precision.frozen != "auto":
+        yield (
+            f"precision.frozen: given {config.precision.frozen!r} beside trunk.train = true, which trains a copy of "
+            "the trunk's weights; leave precision.frozen out, or set trunk.train = false"
+        )
     mini_batches = config.ppo.updates_a_rollout
     if "ppo" in config.stages and given.alternate >= mini_batches:
         yield (

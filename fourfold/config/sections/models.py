@@ -83,12 +83,30 @@ class AdaptersSection(Section):
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank), which suits high ranks.")
 
 
+HELD = (
+    "'auto', or the matrices of its decoder layers in fewer bits: 'int8' (torchao), 'int8_dynamic' (torchao; "
+    "activations in int8 too), 'nf4' (bitsandbytes; 4 bits, double quantisation). Embedding, head and norms stay."
+)
+
+
 class PrecisionSection(Section):
     compute: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description="Type of matrix products, and the widest that frozen weights are held in; 'auto' takes bfloat16 "
         "where the hardware multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE "
         "run in float32.",
+    )
+    frozen: Literal["auto", "int8", "int8_dynamic", "nf4"] = Field(
+        default="auto",
+        description=f"How a shared trunk, or the base below adapters (QLoRA), is held: as compute with {HELD}",
+    )
+    reference: Literal["auto", "int8", "int8_dynamic", "nf4"] = Field(
+        default="auto",
+        description=f"How the reference's own weights are held in ppo: in the actor's numbers with {HELD}",
+    )
+    reward: Literal["auto", "int8", "int8_dynamic", "nf4"] = Field(
+        default="auto",
+        description=f"How the reward model's own weights are held in ppo: in the actor's numbers with {HELD}",
     )
 
 
