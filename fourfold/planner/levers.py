@@ -170,7 +170,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reference", "stream reference"),
+        excludes=("park reference", "stream reference", "int8 reference"),
         not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
@@ -182,7 +182,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reward", "stream reward"),
+        excludes=("park reward", "stream reward", "int8 reward"),
         not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
@@ -267,7 +267,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a KL that is off by the rounding; widening the weights for each product",
         change="bounded",
         bound=0.02,
-        excludes=("adapters", "adapters over a trunk"),
+        excludes=("adapters", "adapters over a trunk", "service reference"),
     ),
     Lever(
         name="int8 reward",
@@ -277,7 +277,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="scores that are off by the rounding; widening the weights for each product",
         change="bounded",
         bound=0.1,
-        excludes=("adapters", "adapters over a trunk"),
+        excludes=("adapters", "adapters over a trunk", "service reward"),
     ),
 )
 

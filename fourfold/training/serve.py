@@ -35,9 +35,7 @@ def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
         model=config.model.path,
         reference=policy,
         reward=scorer,
-        identities={
-            role: Identity.of(base, records[role], weights[role], getattr(config.precision, role)) for role in roles
-        },
+        identities={role: Identity.of(base, records[role], weights[role]) for role in roles},
         micro_batch_size=config.ppo.micro_batch_size,
         eos_id=end_of_text(base),
     )

@@ -26,9 +26,7 @@ PROBE_LENGTHS = ((3, 4), (5, 2), (1, 1))  # (prompt, response) tokens
 def reference_at_service(config: RunConfig, base: Base, form: Policy, actor: Policy) -> RemotePolicy:
     """The reference; `actor` is as it starts, so that its weights and numbers are the reference's."""
     remote = RemoteRole(Service(config.service), "reference", max_rows=config.service.max_rows)
-    remote.require(
-        Identity.of(base, record_for(config, "policy"), weights_of_role(base, actor), config.precision.reference)
-    )
+    remote.require(Identity.of(base, record_for(config, "policy"), weights_of_role(base, actor)))
     probe, activations = _probe(base)
     temperature = config.sampling.temperature
     reference = RemotePolicy(form, remote)
@@ -43,7 +41,7 @@ def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Score
     remote = RemoteRole(Service(config.service), "reward", max_rows=config.service.max_rows)
     record, stored = record_for(config, "scorer"), reward_model(config, RunFolder(Path(config.output).expanduser()))
     assert stored is not None, "a function is no model"
-    remote.require(Identity.of(base, record, weights_in_folder(base, stored, record), config.precision.reward))
+    remote.require(Identity.of(base, record, weights_in_folder(base, stored, record)))
     form.residency = remote
     reward = ServiceReward(remote)
     probe, activations = _probe(base)

@@ -195,14 +195,14 @@ def test_actor_and_reference_above_one_quantised_base_agree_exactly(tmp_path: Pa
 
 def test_the_checksum_sees_every_number_of_a_quantised_role(tmp_path: Path) -> None:
     models = four(tmp_path, "none", precision__reference="nf4")
-    before = models.frozen_checksum()
-    assert four(tmp_path, "none", precision__reference="nf4").frozen_checksum() == before
+    before = models.frozen_checksums()
+    assert four(tmp_path, "none", precision__reference="nf4").frozen_checksums() == before
     layer = layer_matrices(models.reference.branch)[0]
     seen = {before}
     for name in ("codes", "scales", "scales_of_scales", "offset"):
         p = layer.get_parameter(name)
         p.data = p.data + 1
-        seen.add(models.frozen_checksum())
+        seen.add(models.frozen_checksums())
     assert len(seen) == 5
 
 

@@ -47,7 +47,7 @@ def test_quantised_roles_score_the_same_parked_and_streamed(tmp_path: Path, mode
     tree = merged(tree, {"precision": {"reference": kind, "reward": kind}})
     away = merged(tree, {name: {"residency": mode} for name, mode in zip(("reference", "reward"), modes, strict=True)})
     plain, moved = make_trainer(make_config(tree)), make_trainer(make_config(away))
-    assert moved.models.frozen_checksum() == plain.models.frozen_checksum()
+    assert moved.models.frozen_checksums() == plain.models.frozen_checksums()
     own = moved.models.own_parameters(moved.models.reference)
     assert sum(p.untyped_storage().nbytes() for p in own) <= 4 * len(own)
     rows = [trainer.step() for trainer in (plain, moved)]

@@ -36,6 +36,12 @@ def service(config: RunConfig) -> Iterator[str]:
             f"service.max_rows: given {given.max_rows}, fewer than the ppo.micro_batch_size = "
             f"{config.ppo.micro_batch_size} rows of one pass; allowed: at least that many"
         )
+    for role in roles:
+        if (held := getattr(config.precision, role)) != "auto":
+            yield (
+                f"precision.{role}: given {held!r} beside {role}.residency = 'service', whose numbers must be this "
+                f"run's own; leave precision.{role} out"
+            )
     if "reference" in roles and config.ppo.kl_estimator == "full":
         yield (
             "reference.residency: 'service' sends one number a token, and ppo.kl_estimator = 'full' needs the "

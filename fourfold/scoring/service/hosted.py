@@ -34,21 +34,19 @@ class Identity:
     layers: int
     adapters: str
     compute: str
-    held: str  # what holds its own weights: "auto" as trained, or fewer bits
     attention: str
     vocabulary: str
     own_weights: str
     shared_weights: str
 
     @classmethod
-    def of(cls, base: Base, record: RoleRecord, weights: RoleWeights, held: str) -> Identity:
+    def of(cls, base: Base, record: RoleRecord, weights: RoleWeights) -> Identity:
         """Of a role over a loaded base."""
         return cls(
             sharing=record.sharing,
             layers=record.branch_layers,
             adapters=record.adapters,
             compute=str(base.policy.branch.compute_dtype).removeprefix("torch."),
-            held=held,
             attention=str(getattr(base.config, "_attn_implementation", "")),
             vocabulary=vocabulary_checksum(base.tokenizer),
             own_weights=weights.own,
