@@ -116,7 +116,7 @@ def reward_stored(folder: Path, tree: str) -> Path:
 
 
 class Services:
-    """A service for each way to share, started when it is first asked for."""
+    """A service for each way to share and hold weights, started when it is first asked for."""
 
     def __init__(self) -> None:
         self.open = contextlib.ExitStack()
@@ -124,7 +124,7 @@ class Services:
 
     def url(self, tree: Mapping[str, Any], roles: tuple[str, ...]) -> str:
         """Of one with these roles of this run; the models of all tests are made from one seed."""
-        key = (*roles, str(tree.get("sharing")), str(tree.get("adapters")))
+        key = (*roles, *(str(tree.get(name)) for name in ("sharing", "adapters", "trunk", "precision")))
         if key not in self._urls:
             self._urls[key] = self.open.enter_context(listening(hosted_roles(dict(tree), *roles))).url
         return self._urls[key]
