@@ -67,7 +67,15 @@ LEVERS: tuple[Lever, ...] = (
         saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
         costs="no cached activations; a frozen copy of the lower layers for reference and reward",
         change="other parameters",
-        excludes=("int8 base", "nf4 base", "trunk", "adapters", "adapters over a trunk", "optimizer in backward"),
+        excludes=(
+            "int8 base",
+            "nf4 base",
+            "trunk",
+            "adapters",
+            "adapters over a trunk",
+            "optimizer in backward",
+            "offload optimizer",
+        ),
     ),
     Lever(
         name="adapters",
@@ -203,7 +211,7 @@ LEVERS: tuple[Lever, ...] = (
         "sampler's copy of the actor in the compute type",
         costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
         change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
-        excludes=("park optimizer",),
+        excludes=("park optimizer", "trained trunk"),
     ),
     Lever(
         name="optimizer in backward",
