@@ -74,7 +74,7 @@ def test_away_from_its_phase_a_reward_model_scores_the_same_bits(tmp_path: Path,
     assert isinstance(reward, External) and isinstance(reward.residency, RoleResidency)
     own = away.models.own_parameters(reward)
     assert len(own) == len(list(reward.parameters())), "nobody shares its tensors"
-    assert away.models.frozen_checksums() == kept.models.frozen_checksum()
+    assert away.models.frozen_checksums() == kept.models.frozen_checksums()
     for expected, row in zip(steps_of(kept), steps_of(away), strict=True):
         assert sum(p.untyped_storage().nbytes() for p in own) <= 4 * len(own)
         assert row["reward_moved_bytes"] >= sum(p.numel() * 4 for p in own)
