@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from fourfold.models.external import External
 from fourfold.models.onnx import OnnxClassifier
 from fourfold.models.reference import OwnPolicy
-from fourfold.models.residency import RoleResidency
+from fourfold.models.residency import HOST, HostResidency, RoleResidency, place
+from fourfold.models.roles import checksum
 from fourfold.training.ppo import describe_roles
 from fourfold.training.trainer import Trainer
 from tiny import tiny_classifier, tiny_directory
@@ -112,10 +113,13 @@ def test_a_run_scored_by_onnx_runtime(tmp_path: Path) -> None:
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharing", SHARINGS)
+CUTS = SHARINGS | {"trained trunk": {"trunk": {"train": True}}}
+
+
+@pytest.mark.parametrize("sharing", CUTS)
 def test_the_actors_own_checkpoint_as_reference_has_no_kl(tmp_path: Path, sharing: str) -> None:
     """A whole model that reads ids, beside roles that read the trunk's activations or ids: the same log-probs."""
-    tree = referring_to(tmp_path, "", **SHARINGS[sharing])
+    tree = referring_to(tmp_path, "", **CUTS[sharing])
     plain = make_trainer(make_config(merged(tree, {"reference": None})))
     own = make_trainer(make_config(merged(tree, {"reference": {"model": tree["model"]["path"]}})))
     assert isinstance(own.models.reference, OwnPolicy) and not isinstance(plain.models.reference, OwnPolicy)
@@ -144,10 +148,18 @@ def log_prob_by_hand(folder: Path, trainer: Trainer) -> tuple[torch.Tensor, torc
     return found, expected
 
 
-@pytest.mark.parametrize("sharing", ["trunk", "none"])
-def test_a_larger_reference_is_told_not_refused(tmp_path: Path, sharing: str) -> None:
+BESIDE = {
+    "trunk": SHARINGS["trunk"],
+    "none": SHARINGS["none"],
+    "trained trunk": {"trunk": {"train": True}},
+    "quantised trunk": {"precision": {"frozen": "int8"}},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_larger_reference_is_told_not_refused(tmp_path: Path, beside: str) -> None:
     other = tiny_directory(tmp_path / "other", "gpt2", layers=3, hidden=48, seed=5)
-    trainer = make_trainer(make_config(referring_to(tmp_path, other, **SHARINGS[sharing])))
+    trainer = make_trainer(make_config(referring_to(tmp_path, other, **BESIDE[beside])))
     report = trainer.check()
     assert report.own_reference and report.kl_gap_mean > 0.1
     assert "|log ratio| to reference.model" in report.describe() and "another model: not 0" in report.describe()
@@ -172,6 +184,66 @@ def test_a_reference_of_its_own_can_be_away(tmp_path: Path, residency: str) -> N
     for name in ("kl_per_sequence_mean", "actor_grad_norm"):
         assert row[name] == expected[name]
     assert row["reference_moved_bytes"] >= sum(p.numel() * p.element_size() for p in kept.models.reference.parameters())
+
+
+def test_on_the_host_a_reference_of_its_own_says_the_same(tmp_path: Path) -> None:
+    """The host stands for itself here, as in tests/models/test_host_residency.py: all it reads has gone down to it."""
+    other = tiny_directory(tmp_path / "other", layers=3, seed=5)
+    models = (trainer := make_trainer(make_config(referring_to(tmp_path, other)))).models
+    before = checksum([models.reference])
+    rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
+    expected, _ = trainer._score(rollout, activations)
+    own = models.own_parameters(models.reference)
+    assert len(own) == len(list(models.reference.parameters()))
+    place(models.reference, "cpu", own, tmp_path / "unused")
+    assert isinstance(models.reference.residency, HostResidency)
+    assert {p.device for p in models.reference.parameters()} == {HOST} and checksum([models.reference]) == before
+    assert not {id(p) for p in own} & {id(p) for p in models.reference.parameters()}, "copies on the host"
+    scored, _ = trainer._score(rollout, activations)
+    assert torch.equal(scored.ref_log_probs, expected.ref_log_probs)
+    assert models.reference.residency.take()["pass_seconds"] > 0
+
+
+def test_a_reference_of_its_own_does_not_stand_on_the_trunk_as_it_was(tmp_path: Path) -> None:
+    """Where the trunk is trained, another reference would; what the metrics say is what hooks see."""
+    tree = referring_to(tmp_path, "", trunk={"train": True})
+    tree["reference"]["model"] = tree["model"]["path"]
+    models = (trainer := make_trainer(make_config(tree))).models
+    assert models.base.trunk is not None and models.trunk is not None
+    rows = {"frozen": 0, "trained": 0, "reference": 0}
+
+    def count(name: str) -> Any:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            rows[name] += len(output) if args[1].shape[1] == output.shape[1] else 0
+
+        return hook
+
+    for name, part in (
+        ("frozen", models.base.trunk),
+        ("trained", models.trunk),
+        ("reference", models.reference.branch),
+    ):
+        part.register_forward_hook(count(name))
+    row = trainer.step()
+    assert (rows["frozen"], rows["reference"]) == (0, 8)
+    assert row["reference_forward_passes"] * 8 == rows["reference"]
+    assert row["trunk_forward_passes"] * 8 == rows["trained"]
+
+
+def test_both_score_while_the_next_rows_are_sampled(tmp_path: Path) -> None:
+    """Moved in for it, both of them, and counted as without the overlap."""
+    other = tiny_directory(tmp_path / "other", layers=3, seed=5)
+    away = {"reference": {"model": str(other), "residency": "stream"}, "sampling": {"batch_size": 4}}
+    tree = merged(scored_by(tmp_path, residency="park"), away)
+    plain = steps_of(make_trainer(make_config(tree)))
+    overlapping = {"sampling": {"overlap_scoring": True}, "output": str(tmp_path / "overlapping")}
+    found = steps_of(make_trainer(make_config(merged(tree, overlapping))))
+    for expected, row in zip(plain, found, strict=True):
+        for name in ("score_mean", "kl_per_sequence_mean", "actor_grad_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+        for name in ("reference_score_flops", "reward_forward_tokens", "reward_score_flops"):
+            assert row[name] == expected[name] > 0, name
+        assert row["score_ahead_seconds"] > 0 and row["reward_moved_bytes"] > 0 < row["reference_moved_bytes"]
 
 
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
