@@ -284,7 +284,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="half of the reward model's own half-precision matrices",
         costs="scores that are off by the rounding; widening the weights for each product",
         change="bounded",
-        bound=0.1,
+        bound=0.2,
         excludes=("adapters", "adapters over a trunk", "service reward"),
     ),
 )
