@@ -98,6 +98,11 @@ def test_models_of_their_own_are_parked_but_share_nothing() -> None:
     assert found["sharing.mode"][1] <= without["sharing.mode"][1] < 9000
     engine = config(sharing={"mode": "none"}, reward=own | {"engine": "onnx"})
     assert "reward.residency" not in by_setting("learn", held, engine)
+    fewer = {"precision.reference", "precision.reward"}
+    held = replace(held, matrix_shares=(0.0, 0.9))
+    assert fewer <= by_setting("learn", held, config(sharing={"mode": "none"})).keys()
+    theirs = config(sharing={"mode": "none"}, reward=own, reference={"model": "owner/larger"})
+    assert not fewer & by_setting("learn", held, theirs).keys(), "refused beside models of their own"
 
 
 @pytest.mark.parametrize("mode", ["none", "trunk", "adapters"])
