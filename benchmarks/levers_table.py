@@ -1,9 +1,15 @@
-"""The result of benchmarks/levers.py as a table: in every cell the baseline's figure, then that with the lever."""
+"""Tables of levers: what each is declared to do, and the result of benchmarks/levers.py.
+
+In every cell of the result stands the baseline's figure, then that with the lever.
+"""
 
 from __future__ import annotations
 
+import json
+
 from benchmarks.results import Result, number
 from benchmarks.worker import PHASES
+from fourfold.planner.levers import LEVERS, Lever
 
 COLUMNS = {
     "seconds": "seconds per update",
@@ -35,3 +41,24 @@ def _update(values: dict[str, float], pair: str, change: str) -> str:
     if change == "exact":
         return "NOT bit-equal" if values[f"{pair}: rounds with other weights"] else "0"
     return number(values[f"{pair}: difference of the update"])
+
+
+def declared_table() -> list[str]:
+    """A line for each lever of fourfold/planner/levers.py."""
+    columns = ("lever", "settings", "saves", "costs", "update", "not beside")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for each in LEVERS:
+        # On a baseline of its own a lever's settings name that too: of a lever people want what is added.
+        given = {key: value for key, value in each.settings.items() if each.baseline.get(key) != value}
+        settings = ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in given.items())
+        cells = (each.name, settings, each.saves, each.costs, _declared(each), ", ".join(each.excludes) or "-")
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _declared(lever: Lever) -> str:
+    if lever.change == "bounded":
+        return f"within {lever.bound:g}"
+    if lever.trunk_bound:
+        return f"exact; over a cached trunk within {lever.trunk_bound:g}"
+    return "exact" if lever.change == "exact" else "of other parameters"

@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.levers_table import levers_table
+from benchmarks.levers_table import declared_table, levers_table
+from benchmarks.presets import presets_table
 from benchmarks.results import FOLDER, ROOT, Figure, Result, number, read_results
 
 BLOCK = re.compile(r"(<!-- figures:(?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", flags=re.DOTALL)
+# The one block that is made from declarations, not from a result.
+DECLARED = "declared-levers"
 NOT_MEASURED = "Not measured yet."
 
 
@@ -31,7 +34,10 @@ def with_tables(text: str, results: Sequence[Result]) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        body = table(newest[name]) if name in newest else NOT_MEASURED
+        if name == DECLARED:
+            body = "\n".join(declared_table())
+        else:
+            body = table(newest[name]) if name in newest else NOT_MEASURED
         return f"{match[1]}{body}\n{match[4]}"
 
     return BLOCK.sub(block, text)
@@ -41,6 +47,8 @@ def table(result: Result) -> str:
     """A result as a Markdown table; below it what each side trains, and where and when it was measured."""
     if "levers" in result.config:
         rows = levers_table(result)
+    elif "presets" in result.config:
+        rows = presets_table(result)
     else:
         rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
         rows += [_row(figure) for figure in result.figures]

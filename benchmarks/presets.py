@@ -1,0 +1,104 @@
+"""What the files in examples/levers come to: reads finished runs of them, several seeds each, and writes a result.
+
+`python -m benchmarks.presets RUN [RUN ...]` takes the runs' folders, named after their file and, but for the first
+seed, a number: runs/levers/lora, runs/levers/lora-1. Medians and spread are over the seeds of a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import ROOT, Figure, Result, commit, hardware, number, today, versions, write_result
+from benchmarks.reviews import PACKAGES, STAGES, read_summary
+from fourfold.training.folder import saved_config
+
+Summary = dict[str, Any]
+UNITS = {
+    "judge": "VADER compound, after - before",
+    "score": "standard deviations, after - before",
+    "KL": "nats a sequence",
+    "distinct-2": "after / before",
+    "pairs": "share of held-out pairs ranked as people do",
+    "seconds": "s",
+    "peak": "MiB",
+}
+
+
+def preset_of(run: Path) -> str:
+    """The file that a run's folder is named after."""
+    return re.sub(r"-\d+$", "", run.name)
+
+
+def measured(summary: Summary) -> dict[str, float]:
+    """The figures of one run, by the names of UNITS."""
+    before, after = summary["before"], summary["after"]
+    return {
+        "judge": after["judge_mean"] - before["judge_mean"],
+        "score": after["score_mean"] - before["score_mean"],
+        "KL": after["kl_per_sequence"],
+        "distinct-2": after["distinct_2"] / before["distinct_2"],
+        "pairs": summary["reward_model"]["pair_accuracy"],
+        "seconds": sum(summary["seconds"][stage] for stage in STAGES),
+        "peak": max(summary["peak_bytes"].values()) / 2**20,
+    }
+
+
+def figures(presets: Mapping[str, Sequence[Summary]]) -> list[Figure]:
+    """Every figure of every preset: the median over its seeds, with the range."""
+    found = []
+    for preset, summaries in presets.items():
+        runs = [measured(summary) for summary in summaries]
+        found += [Figure.of(f"{preset}: {name}", [run[name] for run in runs], unit) for name, unit in UNITS.items()]
+    return found
+
+
+def presets_table(result: Result) -> list[str]:
+    """The lines of the table: a row for each preset, medians with the range in brackets."""
+    values = {figure.name: figure for figure in result.figures}
+    rows = [f"| preset | seeds | {' | '.join(f'{name} ({unit})' for name, unit in UNITS.items())} |"]
+    rows.append("|---" * (len(UNITS) + 2) + "|")
+    for preset, about in result.config["presets"].items():
+        cells = [_cell(values[f"{preset}: {name}"]) for name in UNITS]
+        rows.append(f"| [{preset}](../examples/levers/{preset}.toml) | {len(about['seeds'])} | {' | '.join(cells)} |")
+    return rows
+
+
+def _cell(figure: Figure) -> str:
+    low, high = figure.spread or (figure.value, figure.value)
+    return number(figure.value) if low == high else f"{number(figure.value)} ({number(low)} - {number(high)})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the runs and write the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    runs: list[Path] = parser.parse_args(arguments).runs
+    presets: dict[str, list[Summary]] = {}
+    configs: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        name, summary = preset_of(run), read_summary(run)
+        config = saved_config(run).model_dump(mode="json", exclude={"output", "seed"})
+        if configs.setdefault(name, config) != config:
+            parser.error(f"{run} has other settings than the runs of {name!r} before it; give runs that differ in seed")
+        presets.setdefault(name, []).append(summary)
+    about = {name: {"settings": configs[name], "seeds": [s["seed"] for s in given]} for name, given in presets.items()}
+    result = Result(
+        name="presets",
+        date=today(),
+        hardware=hardware(),
+        versions=versions(PACKAGES),
+        commit=commit(),
+        config={"presets": about},
+        figures=tuple(figures(presets)),
+    )
+    print(write_result(result).relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

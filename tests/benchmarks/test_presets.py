@@ -1,0 +1,51 @@
+"""The table of presets out of the summaries of their runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.presets import UNITS, figures, measured, preset_of, presets_table
+from benchmarks.results import Result
+
+
+def summary(judge: float, seconds: float) -> dict[str, Any]:
+    return {
+        "before": {"judge_mean": 0.1, "score_mean": -0.5, "distinct_2": 0.8},
+        "after": {"judge_mean": judge, "score_mean": 1.0, "distinct_2": 0.6, "kl_per_sequence": 7.0},
+        "reward_model": {"pair_accuracy": 0.9},
+        "seconds": {"load": 99.0, "sft": 10.0, "reward": 20.0, "ppo": seconds, "generate": 5.0},
+        "peak_bytes": {"load": 2**20, "ppo": 3 * 2**20},
+    }
+
+
+def test_a_run_is_named_after_its_file_and_its_seed() -> None:
+    assert [preset_of(Path("runs/levers") / name) for name in ("lora", "lora-1", "max-savings-12")] == [
+        "lora",
+        "lora",
+        "max-savings",
+    ]
+
+
+def test_gains_are_after_less_before_and_seconds_are_those_of_the_stages() -> None:
+    found = measured(summary(0.6, 30.0))
+    assert found == {
+        "judge": pytest.approx(0.5), "score": 1.5, "KL": 7.0, "distinct-2": pytest.approx(0.75), "pairs": 0.9,
+        "seconds": 60.0, "peak": 3.0,
+    }  # fmt: skip
+    assert found.keys() == UNITS.keys()
+
+
+def test_a_row_has_the_median_over_the_seeds_and_the_range_where_they_differ() -> None:
+    given = {"lora": [summary(0.6, 30.0), summary(0.5, 50.0), summary(0.4, 40.0)], "full": [summary(0.3, 7.0)]}
+    about = {name: {"settings": {}, "seeds": list(range(len(runs)))} for name, runs in given.items()}
+    result = Result(
+        name="presets", date="2026-01-02", hardware="a machine", versions={"torch": "2"}, commit="0" * 40,
+        config={"presets": about}, figures=tuple(figures(given)),
+    )  # fmt: skip
+    _, _, lora, full = presets_table(result)
+    cells = [cell.strip() for cell in lora.split("|")]
+    assert cells[1:4] == ["[lora](../examples/levers/lora.toml)", "3", "0.40 (0.30 - 0.50)"]
+    assert "70.0 (60.0 - 80.0)" in cells and "37.0" in full
