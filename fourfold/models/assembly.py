@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fourfold.config.schema import RunConfig
+from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.loading import Base
 from fourfold.models.products import hold_narrowly
@@ -68,13 +69,14 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     if config.critic.init == "base" or reward is not None:
         with room.role("critic" if config.critic.init == "base" else "reward", own):
             fresh = base.new_scorer()
-    actor = base.policy
+    actor, compute = base.policy, base.policy.branch.compute_dtype
     with room.role("actor"):
         if sft is not None:
             load_role(sft, actor, record_for(config, "policy"))
     with room.role("reference", own):
         reference = copy_policy(actor, share_head=base.shares_head)
-        freeze(reference)
+        own_head = not base.shares_head
+        freeze(reference, dtype_of(config.precision.reference, compute), with_language_head=own_head)
     scorer = None
     critic = fresh
     if reward is not None and fresh is not None:
@@ -92,7 +94,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
             'has none; try critic.init = "actor" or "base"'
         )
     if scorer is not None:
-        freeze(scorer)
+        freeze(scorer, dtype_of(config.precision.reward, compute))
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
     for role in (reference, scorer):

@@ -25,10 +25,10 @@ from torch import nn
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
 from fourfold.memory.budget import Budget, tensor_bytes
-from fourfold.memory.precision import DTYPES, resolve_compute
+from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.models.adapters import add_adapters, is_adapter
 from fourfold.models.heads import LanguageHead
-from fourfold.models.products import prepare_for_decoding
+from fourfold.models.products import hold_as, prepare_for_decoding, rounded
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Largest relative difference between trunk + branch and the whole model: rounding of the compute type.
-SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass
@@ -256,12 +256,17 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
     pad = tokenizer.pad_token_id
     policy = Policy(branch, LanguageHead.of(model)).to(device)
+    held = dtype_of(config.precision.frozen, dtype) if shared else dtype
+    if held != dtype:
+        _hold_shared(policy.head, trunk, held)
     for part in (policy.branch, trunk):
         if part is not None:
             prepare_for_decoding(part)
             budget.watch(part.layers)
     if mode == "adapters":
         add_adapters(policy.branch, config.adapters, seed=config.seed)
+        if held != dtype:
+            hold_as(policy.branch, held)
     return Base(
         tokenizer=tokenizer,
         config=model.config,
@@ -273,6 +278,16 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
         budget=budget,
     )
+
+
+def _hold_shared(head: LanguageHead, trunk: Part | None, dtype: torch.dtype) -> None:
+    """Trunk and language head in fewer bytes than the roles compute in: a trunk computes in that type, too."""
+    if trunk is not None:
+        for p in trunk.parameters():
+            p.data = rounded(p.data, dtype)
+        trunk.compute_dtype = dtype
+    head.weight.data = rounded(head.weight.data, dtype)  # not in every model one tensor with the look-up
+    head.widened_in_pieces = True
 
 
 def _trunk_depth(config: RunConfig, total: int) -> int:

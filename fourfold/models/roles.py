@@ -24,6 +24,7 @@ from fourfold.memory.activations import checkpoint_modules
 from fourfold.memory.offload import Residency, residency_of
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
 from fourfold.models.heads import LanguageHead, ScalarHead
+from fourfold.models.products import rounded
 from fourfold.models.split import Part
 
 AnyRollout = TypeVar("AnyRollout", bound=Rollout)
@@ -143,20 +144,26 @@ def _unflatten(flat: Float32[Tensor, "tokens"], mask: Bool[Tensor, "batch respon
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def freeze(role: Policy | Scorer) -> None:
-    """Take a role out of training: no gradients, and its matrices kept in the compute type.
+def freeze(role: Policy | Scorer, dtype: torch.dtype | None = None, *, with_language_head: bool = True) -> None:
+    """Take a role out of training: no gradients, its matrices kept in the type that it computes in: `dtype` from here
+    on, or as before.
 
     Vectors (norms, biases) and scalar heads stay float32: autocast does not touch them in the trained role either, so
-    a frozen copy computes bit for bit what the trained one computes.
+    a frozen copy in the same type computes bit for bit what the trained one computes. A language head that belongs to
+    a shared trunk or base stays as it is, and so does the base below adapters.
     """
     role.requires_grad_(False)
+    same = dtype in (None, role.branch.compute_dtype)
+    role.branch.compute_dtype = dtype = dtype or role.branch.compute_dtype
     if is_adapted(role.branch):
-        return  # the base has the compute type already; adapters, like their trained ones, are float32
-    parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
-    for part in parts:
-        for parameter in part.parameters():
-            if parameter.ndim >= 2:
-                parameter.data = parameter.data.to(role.branch.compute_dtype)
+        # Beside trained ones in the same type they are float32, as those are.
+        held = [] if same else adapter_parameters(role.branch)
+    else:
+        parts = [role.branch, role.head] if isinstance(role, Policy) and with_language_head else [role.branch]
+        held = [p for part in parts for p in part.parameters()]
+    for parameter in held:
+        if parameter.ndim >= 2:
+            parameter.data = rounded(parameter.data, dtype)
 
 
 def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: MemorySection | None = None) -> None:

@@ -106,7 +106,7 @@ class LocalSampler:
             return self._policy  # adapters are too small for their casts to count
         if self._working is None:
             self._working = copy_policy(self._policy, share_head=self._base.shares_head)
-            freeze(self._working)
+            freeze(self._working, with_language_head=not self._base.shares_head)
         for target, source in zip(self._working.parameters(), self._policy.parameters(), strict=True):
             if target is not source:
                 target.copy_(source)

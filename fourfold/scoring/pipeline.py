@@ -122,7 +122,7 @@ def _kl(
         reference.head,
         reference.hidden_before(activations, rollout),
         temperature,
-        actor.branch.compute_dtype,
+        (actor.branch.compute_dtype, reference.branch.compute_dtype),
     )
     return torch.zeros_like(ref_log_probs).masked_scatter(mask, exact)
 

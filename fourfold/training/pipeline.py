@@ -15,6 +15,7 @@ import torch
 from fourfold.config import RunConfig, check_packages, check_paths
 from fourfold.config.checks import is_given
 from fourfold.config.checks.memory import needs_cuda
+from fourfold.config.checks.precision import precision, precision_warnings
 from fourfold.diagnostics.metrics import METRICS
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
@@ -50,6 +51,8 @@ def prepare(config: RunConfig) -> RunConfig:
     if config.reward.source == "function":
         import_function(config.reward.function)
     config = resolve(config)
+    if problems := list(precision(config)):
+        raise ValueError("\n".join(problems))
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
     _seed_all(config.seed)
@@ -114,6 +117,8 @@ def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
     folder.require_same_settings(config)
     records = read_records(config.model_copy(update={"stages": tuple(todo)}))
+    for warning in precision_warnings(config):
+        say(f"warning: {warning}")
     for stage in config.stages:
         if stage not in todo:
             say(f"{stage}: finished earlier, skipped")

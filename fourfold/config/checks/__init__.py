@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states
+from fourfold.config.checks.precision import precision
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 
 if TYPE_CHECKING:
@@ -29,5 +30,6 @@ def problems(config: RunConfig) -> list[str]:
         *optimizer_states(config),
         *in_backward(config),
         *attention(config),
+        *precision(config),
         *ignored(config),
     ]

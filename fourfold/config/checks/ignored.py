@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -13,6 +13,12 @@ REWARD_TRAINING = (
     *("optimizer", "learning_rate", "schedule", "warmup_steps", "betas", "eps", "weight_decay", "max_grad_norm"),
     *("init", "num_epochs", "batch_size", "micro_batch_size", "max_pairs", "standardise"),
 )
+
+
+class Because(Protocol):
+    """Notes keys of a section that nothing reads, and why."""
+
+    def __call__(self, reason: str, section: str, *names: str) -> None: ...
 
 
 def ignored_keys(config: RunConfig) -> dict[str, str]:
@@ -29,6 +35,7 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because("sharing.mode = 'adapters' cuts by adapters.layers", "trunk", *type(config.trunk).model_fields)
     else:
         because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
+    _of_precision(config, because)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
     if config.reward.source == "function":
@@ -55,6 +62,20 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         if config.checkpoint.best_metric.startswith("eval_"):
             because(reason, "checkpoint", "best_metric", "best_mode")
     return ignored
+
+
+def _of_precision(config: RunConfig, because: Because) -> None:
+    given = config.precision
+    if config.sharing.mode == "none":
+        because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
+    if config.reward.source == "function":
+        because("reward.source = 'function' has no reward model", "precision", "reward")
+    if given.compute != "float16":
+        because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
+    if not given.reference_differs:
+        because(
+            f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
+        )
 
 
 def is_given(config: RunConfig, key: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -53,12 +53,41 @@ class AdaptersSection(Section):
 
 
 class PrecisionSection(Section):
-    compute: Literal["auto", "bfloat16", "float32"] = Field(
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Type of matrix products, and the widest that frozen weights are held in; 'auto' takes bfloat16 "
-        "where the hardware multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE "
-        "run in float32.",
+        description="Type of the matrix products of trained roles; 'auto' takes bfloat16 where the hardware multiplies "
+        "it, else float32. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32. "
+        "float16 scales losses.",
     )
+    frozen: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="How what the roles share is held: a trunk, which computes in it and whose cached activations have "
+        "it, or the base of adapters, whose matrices are widened for each product. 'auto': as compute.",
+    )
+    reference: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="How the reference's own weights are held and computed. 'auto': exactly as the actor's, so that "
+        "KL is 0 at the start; another type biases every KL by what pre-flight measures.",
+    )
+    reward: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="How the reward model's own weights are held and computed in ppo. 'auto': as compute.",
+    )
+    loss_scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=65536.0,
+        description="First loss scale of float16; it halves when gradients overflow and doubles after 200 steps "
+        "without.",
+    )
+    max_reference_bias: PositiveFloat = Field(
+        default=0.05,
+        description="Largest mean |difference|, in nats a token, between the reference as it is held and in the "
+        "actor's numerics; pre-flight measures it, and beyond it the run is refused.",
+    )
+
+    @property
+    def reference_differs(self) -> bool:
+        """Whether the reference computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        return self.reference not in ("auto", self.compute)
 
 
 class MemorySection(Section):
