@@ -69,7 +69,7 @@ def fused_log_probs(
     "none" gives zeros.
 
     logits = scale * hidden @ weight^T + bias; with `softcap` c they become c * tanh(logits / c).
-    The product runs in the dtype of `hidden`, a few rows of another `weight` put into it at once (which must be frozen);
+    The product runs in the dtype of `hidden`, into which a frozen `weight` of another is put a few rows at a time;
     everything after it in float32 (float64 for float64).
     At most `chunk_tokens` rows of logits exist at a time.
     """

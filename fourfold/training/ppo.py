@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.backends.local import LocalOptimizer
+from fourfold.backends.scaling import LossScale
 from fourfold.config.schema import MemorySection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
@@ -124,14 +125,13 @@ def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
     """The trained roles with their optimizers, whose states are made at once."""
     ppo, memory = config.ppo, config.memory
     actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
-    room = models.base.room(config)
+    room, scale = models.base.room(config), LossScale.of(config.precision, models.base.budget.device)
     critic_steps = ppo.steps * ppo.updates_a_rollout
+    both: dict[str, Any] = {"memory": memory, "folder": folder, "loss_scale": scale}
     with room.role("actor's optimizer", _moments(models.actor, memory)):
-        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps, memory=memory, folder=folder)
+        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps, **both)
     with room.role("critic's optimizer", _moments(models.critic, memory)):
-        critic = LocalOptimizer(
-            "critic", models.critic, config.critic, total_steps=critic_steps, memory=memory, folder=folder
-        )
+        critic = LocalOptimizer("critic", models.critic, config.critic, total_steps=critic_steps, **both)
     return Learner(models.actor, models.critic, actor, critic)
 
 

@@ -2,14 +2,17 @@
 
 Every loss is a sum over tokens divided once by the response tokens of the whole mini-batch, so the gradient does not
 depend on micro-batch size, padding or row order. The critic goes first and frees its gradients before the actor's
-are made: the peak holds one set of gradients.
+are made: the peak holds one set of gradients. In float16 both roles step together or not at all, so that both sets
+are there before either steps (docs/decisions/0009).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +23,7 @@ from fourfold.algorithms.log_probs import Entropy, recomputed_tokens
 from fourfold.algorithms.losses import entropy_sum, policy_loss, value_loss
 from fourfold.algorithms.masking import masked_sum
 from fourfold.backends.base import RoleOptimizer
+from fourfold.backends.scaling import LossScale
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
 from fourfold.memory.budget import BatchSizes
@@ -38,6 +42,11 @@ class Learner:
     critic: Scorer
     actor_optimizer: RoleOptimizer
     critic_optimizer: RoleOptimizer
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What both optimizers scale losses with in float16."""
+        return self.actor_optimizer.loss_scale
 
 
 @dataclass(frozen=True)
@@ -93,13 +102,8 @@ def update(
         generator = torch.Generator().manual_seed(row_seed("epoch", seed, epoch))
         order = torch.randperm(rows, generator=generator).to(experience.sequences.device)
         for mini in order.split(settings.mini_batch_size):
-            with sizes.critic.working("critic"):
-                _critic_step(learner, experience, activations, mini, settings, totals, sizes)
-            if train_actor:
-                with sizes.actor.working("actor"):
-                    stopped = not _actor_step(
-                        learner, experience, activations, mini, settings, temperature, totals, sizes
-                    )
+            given = _MiniBatch(learner, experience, activations, mini, settings, temperature, totals, sizes)
+            stopped = not (_one_by_one if learner.loss_scale is None else _together)(given, train_actor)
             if stopped:
                 break
         if stopped:
@@ -108,96 +112,128 @@ def update(
     return Learned(_metrics(totals, learner, stopped), totals.actor, totals.critic)
 
 
-def _critic_step(
-    learner: Learner,
-    experience: Experience,
-    activations: Activations,
-    mini: Tensor,
-    settings: PpoSection,
-    totals: _Totals,
-    sizes: BatchSizes,
-) -> None:
-    tokens = int(experience.response_mask[mini].sum())
-    before = copy.deepcopy(totals)
+@dataclass(frozen=True)
+class _MiniBatch:
+    """What a step of either role needs."""
+
+    learner: Learner
+    experience: Experience
+    activations: Activations
+    mini: Tensor
+    settings: PpoSection
+    temperature: float
+    totals: _Totals
+    sizes: BatchSizes
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens: what losses are divided by."""
+        return int(self.experience.response_mask[self.mini].sum())
+
+    def undo(self, optimizer: RoleOptimizer) -> Callable[[], None]:
+        """Takes back what passes from here on leave behind."""
+        before = copy.deepcopy(self.totals)
+
+        def undo() -> None:
+            optimizer.discard()
+            self.totals.restore(copy.deepcopy(before))
+
+        return undo
+
+
+def _one_by_one(given: _MiniBatch, train_actor: bool) -> bool:
+    """The critic's step, then the actor's; False when `target_kl` was reached and the actor's was dropped."""
+    with given.sizes.critic.working("critic"):
+        _critic_gradients(given)
+        _step(given, "critic", given.learner.critic_optimizer)
+    if train_actor:
+        with given.sizes.actor.working("actor"):
+            if _reached(given, _actor_gradients(given)):
+                return False
+            _step(given, "actor", given.learner.actor_optimizer)
+    return True
+
+
+def _together(given: _MiniBatch, train_actor: bool) -> bool:
+    """Both roles' gradients, then both steps, or none where either has overflowed."""
+    learner, totals = given.learner, given.totals
+    assert learner.loss_scale is not None
+    before, reached = copy.deepcopy(totals), False
+    waiting = {"critic": learner.critic_optimizer}
+    with given.sizes.critic.working("critic"):
+        _critic_gradients(given)
+    if train_actor:
+        with given.sizes.actor.working("actor"):
+            reached = _reached(given, _actor_gradients(given))
+        if not reached:
+            waiting["actor"] = learner.actor_optimizer
+    if not learner.loss_scale.agree(list(waiting.values())):
+        # The passes were made and count as work, but their numbers need not be finite.
+        totals.sums, totals.maxima = before.sums, before.maxima
+        totals.sums["skipped"] += reached
+        return not reached
+    for name, optimizer in waiting.items():
+        _step(given, name, optimizer)
+    return not reached
+
+
+def _step(given: _MiniBatch, role: str, optimizer: RoleOptimizer) -> None:
+    given.totals.sums[f"{role}_grad_norm"] += optimizer.step()
+    given.totals.sums[f"{role}_steps"] += 1
+
+
+def _critic_gradients(given: _MiniBatch) -> None:
+    learner, settings, totals, tokens = given.learner, given.settings, given.totals, given.tokens
 
     def passes(rows: int) -> None:
-        for _, part, inputs in micro_batches(experience, activations, mini, rows):
+        for _, part, inputs in micro_batches(given.experience, given.activations, given.mini, rows):
             values = learner.critic.values(inputs, part)
             loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
             learner.critic_optimizer.backward(settings.value_coef * loss.loss_sum / tokens)
             totals.sums["value_loss"] += float(loss.loss_sum.detach())
             totals.sums["value_clipped"] += float(loss.clipped_sum)
 
-    def undo() -> None:
-        learner.critic_optimizer.discard()
-        totals.restore(copy.deepcopy(before))
-
-    sizes.critic.fitting(passes, len(mini), undo)
-    totals.critic.add(experience, mini, with_last=False)
+    given.sizes.critic.fitting(passes, len(given.mini), given.undo(learner.critic_optimizer))
+    totals.critic.add(given.experience, given.mini, with_last=False)
     totals.sums["critic_tokens"] += tokens
-    totals.sums["critic_grad_norm"] += learner.critic_optimizer.step()
-    totals.sums["critic_steps"] += 1
 
 
-def _actor_step(
-    learner: Learner,
-    experience: Experience,
-    activations: Activations,
-    mini: Tensor,
-    settings: PpoSection,
-    temperature: float,
-    totals: _Totals,
-    sizes: BatchSizes,
-) -> bool:
-    """One mini-batch for the actor; False when `target_kl` was reached and the step was dropped."""
-    tokens = int(experience.response_mask[mini].sum())
-    before = copy.deepcopy(totals)
+def _actor_gradients(given: _MiniBatch) -> float:
+    """The sum over tokens of KL(old, new)."""
+    undo = given.undo(given.learner.actor_optimizer)
+    approx_kl = given.sizes.actor.fitting(lambda rows: _actor_passes(given, rows), len(given.mini), undo)
+    given.totals.sums["approx_kl"] += approx_kl
+    given.totals.actor.add(given.experience, given.mini, with_last=False)
+    given.totals.sums["actor_tokens"] += given.tokens
+    return approx_kl
 
-    def undo() -> None:
-        learner.actor_optimizer.discard()
-        totals.restore(copy.deepcopy(before))
 
-    approx_kl = sizes.actor.fitting(
-        lambda rows: _actor_passes(learner, experience, activations, mini, settings, temperature, totals, rows),
-        len(mini),
-        undo,
-    )
-    totals.sums["approx_kl"] += approx_kl
-    totals.actor.add(experience, mini, with_last=False)
-    totals.sums["actor_tokens"] += tokens
-    if settings.target_kl is not None and approx_kl / tokens >= settings.target_kl:
-        learner.actor_optimizer.discard()
-        totals.sums["skipped"] += 1
-        log.warning(
-            "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of %d",
-            approx_kl / tokens,
-            settings.target_kl,
-            totals.sums["epochs_run"] + 1,
-            settings.num_epochs,
-        )
+def _reached(given: _MiniBatch, approx_kl: float) -> bool:
+    """Whether `target_kl` was reached: then the actor's gradients are dropped."""
+    settings, totals, mean = given.settings, given.totals, approx_kl / given.tokens
+    # A mean that is not finite comes of a loss that is not: an overflow, not a move of the policy.
+    if settings.target_kl is None or not settings.target_kl <= mean < math.inf:
         return False
-    totals.sums["actor_grad_norm"] += learner.actor_optimizer.step()
-    totals.sums["actor_steps"] += 1
+    given.learner.actor_optimizer.discard()
+    totals.sums["skipped"] += 1
+    log.warning(
+        "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of %d",
+        mean,
+        settings.target_kl,
+        totals.sums["epochs_run"] + 1,
+        settings.num_epochs,
+    )
     return True
 
 
-def _actor_passes(
-    learner: Learner,
-    experience: Experience,
-    activations: Activations,
-    mini: Tensor,
-    settings: PpoSection,
-    temperature: float,
-    totals: _Totals,
-    rows: int,
-) -> float:
+def _actor_passes(given: _MiniBatch, rows: int) -> float:
     """The gradients of one mini-batch, `rows` at a time; returns the sum over tokens of KL(old, new)."""
-    tokens = int(experience.response_mask[mini].sum())
+    learner, settings, totals, tokens = given.learner, given.settings, given.totals, given.tokens
     wanted: Entropy = "learn" if settings.entropy_coef else "report"
     approx_kl = 0.0
-    for _, part, inputs in micro_batches(experience, activations, mini, rows):
+    for _, part, inputs in micro_batches(given.experience, given.activations, given.mini, rows):
         mask = part.response_mask
-        log_probs, entropy = learner.actor.log_probs(inputs, part, temperature, entropy=wanted)
+        log_probs, entropy = learner.actor.log_probs(inputs, part, given.temperature, entropy=wanted)
         loss = policy_loss(
             log_probs,
             part.log_probs,
@@ -252,4 +288,5 @@ def _metrics(totals: _Totals, learner: Learner, stopped: bool) -> dict[str, floa
         "epochs_run": totals.sums["epochs_run"],
         "early_stopped": float(stopped),
         "mini_batches_skipped": totals.sums["skipped"],
+        **({} if learner.loss_scale is None else learner.loss_scale.take()),
     }

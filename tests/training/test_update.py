@@ -35,6 +35,8 @@ class Recording:
     """An optimizer that keeps each step's gradients and moves nothing."""
 
     learning_rate = 0.0
+    loss_scale: Any = None
+    scaled: Any = None
 
     def __init__(self, name: str, module: nn.Module, log: list[tuple[str, str]] | None = None) -> None:
         self.name = name
@@ -77,8 +79,8 @@ def gradients(trainer: Trainer, experience: Experience, activations: Activations
     """The gradients of one mini-batch that is the whole rollout, actor's and critic's, flat."""
     models = trainer.models
     actor, critic = Recording("actor", models.actor), Recording("critic", models.critic)
-    everything = {"num_epochs": 1, "mini_batch_size": len(experience.sequences)}
-    ppo = trainer.config.ppo.model_copy(update=everything | changes)
+    whole = {"num_epochs": 1, "mini_batch_size": len(experience.sequences)}
+    ppo = trainer.config.ppo.model_copy(update=whole | changes)
     update(Learner(models.actor, models.critic, actor, critic), experience, activations, ppo, temperature=0.8, seed=1)
     [a], [c] = actor.gradients, critic.gradients
     return [torch.cat([g.flatten() for g in found.values()]) for found in (a, c)]

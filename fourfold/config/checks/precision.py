@@ -29,8 +29,8 @@ def precision(config: RunConfig) -> Iterator[str]:
             )
     if given.compute == "float16" and config.memory.optimizer_in_backward:
         yield (
-            "memory.optimizer_in_backward: true beside precision.compute = 'float16', which steps only when no gradient "
-            "of the whole backward pass has overflowed; set it to false, or precision.compute = 'bfloat16'"
+            "memory.optimizer_in_backward: true beside precision.compute = 'float16', which steps only when no "
+            "gradient of the whole backward pass has overflowed; set it to false, or precision.compute = 'bfloat16'"
         )
 
 
