@@ -28,7 +28,7 @@ class Room:
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
             trained=2 * own,
-            gradients=own,
+            gradients=2 * own if config.precision.compute == "float16" else own,  # docs/decisions/0009
             states=4 * own,
             layers=layers[0],
             own_layers=layers[1],

@@ -89,7 +89,7 @@ def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
 def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
     """One copy of the lower layers, or of all, instead of four."""
     weights, learning = sum(held.weights.values()), held.gradients + held.states
-    narrow = 0.5 if config.precision.compute == "bfloat16" else 1.0
+    narrow = 1.0 if config.precision.compute == "float32" and config.precision.frozen in ("auto", "float32") else 0.5
     mode = config.sharing.mode
     if mode == "none":
         whole = max(held.weights.values(), default=0)
@@ -119,6 +119,10 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
     if config.precision.compute == "float32":
         frozen = sum(held.weights.values()) - held.trained
         yield Advice("precision.compute", '"bfloat16"', (max(frozen, 0) + held.cache + held.passing) // 2)
+    if config.precision.compute == "float32" and config.precision.frozen == "auto":
+        # A trunk's cached activations have its type.
+        shared = held.weights.get("trunk", 0) + held.weights.get("base", 0)
+        yield Advice("precision.frozen", '"bfloat16"', (shared + held.cache) // 2)
 
 
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:

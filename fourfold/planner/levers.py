@@ -159,7 +159,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the gradients of a role but for a few parameters' at a time",
         costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
         change="exact",
-        excludes=("micro-batches",),
+        excludes=("micro-batches", "float16"),
     ),
     Lever(
         name="adamw_8bit",
@@ -170,6 +170,39 @@ LEVERS: tuple[Lever, ...] = (
         costs="rounded moments; on a CPU slower steps",
         change="bounded",
         bound=0.2,
+    ),
+    Lever(
+        name="bfloat16",
+        where="fourfold.memory.precision",
+        settings={"precision.compute": "bfloat16"},
+        saves="half of frozen weights, of cached and of passing activations; without instructions for it no time",
+        costs="8 binary digits in every product of a trained role; an update of 3e-3 rounds, masters and moments do not",
+        change="bounded",
+        bound=0.7,
+        excludes=("float16", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="float16",
+        where="fourfold.backends.scaling",
+        # With the default the first steps of a tiny model would be skipped until the scale has fallen.
+        settings={"precision.compute": "float16", "precision.loss_scale": 64.0},
+        saves="what bfloat16 saves, with 11 binary digits",
+        costs="gradients of actor and critic at the same time; steps that overflow are skipped",
+        change="bounded",
+        bound=0.1,
+        excludes=("bfloat16", "optimizer in backward"),
+    ),
+    Lever(
+        name="half-precision frozen roles",
+        where="fourfold.models.products",
+        settings={"precision.frozen": "float16", "precision.reference": "float16", "precision.reward": "float16"},
+        baseline={"sharing.mode": "trunk"},  # without anything shared there is nothing that is held for all
+        saves="half of trunk or base and of the reference's and reward model's own weights, while trained roles compute "
+        "in float32",
+        costs="rounded frozen weights; every KL is biased by what pre-flight measures; widening a base for its products",
+        change="bounded",
+        bound=0.1,
+        excludes=("bfloat16",),
     ),
 )
 

@@ -192,8 +192,10 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     for warning in trainer.store.warnings:
         say(f"warning: {warning}")
     say(describe_roles(trainer))
-    report = trainer.check()
+    report = trainer.check().with_stored(folder.read_json("ppo/preflight.json"))
     say(report.describe())
+    if (warning := report.warning()) is not None:
+        say(f"warning: {warning}")
     folder.write_json("ppo/preflight.json", report.as_dict())
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)

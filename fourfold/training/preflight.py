@@ -6,12 +6,15 @@ run; so the run stops here with the number and the usual causes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fourfold.batch import ScoredRollout
+from fourfold.config.schema import PrecisionSection, RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.models.assembly import FourModels
@@ -28,11 +31,36 @@ class Bounds:
 
 
 # float32: rounding of sums in another order. bfloat16: logits near 20 carry steps of 1/16, and another batch shape
-# rounds otherwise, so single tokens differ while the mean does not.
+# rounds otherwise, so single tokens differ while the mean does not. float16 has three binary digits more.
 BOUNDS = {
     torch.float32: Bounds(ratio=(1e-5, 1e-4), kl=(1e-5, 1e-4), sampler=(1e-4, 1e-3)),
+    torch.float16: Bounds(ratio=(3e-3, 0.15), kl=(2e-4, 2e-2), sampler=(2e-2, 0.3)),
     torch.bfloat16: Bounds(ratio=(2e-2, 1.0), kl=(1e-3, 1e-1), sampler=(1e-1, 2.0)),
 }
+
+
+@dataclass(frozen=True)
+class ReferenceBias:
+    """What KL reads where it is 0, because the reference computes otherwise than the actor: log p - log p_held of the
+    same weights, p in the actor's numerics, p_held in the reference's; nats."""
+
+    per_token_mean: float
+    per_sequence_mean: float
+    absolute_mean: float  # of a token
+    absolute_max: float
+    tokens: int
+
+    @classmethod
+    def measured(cls, scored: ScoredRollout) -> ReferenceBias:
+        """Before the first step, when both roles have the same weights."""
+        gaps = (scored.log_probs - scored.ref_log_probs)[scored.response_mask]
+        return cls(
+            per_token_mean=float(gaps.mean()),
+            per_sequence_mean=float(gaps.sum()) / len(scored.sequences),
+            absolute_mean=float(gaps.abs().mean()),
+            absolute_max=float(gaps.abs().max()),
+            tokens=len(gaps),
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +76,12 @@ class Preflight:
     actor_dtype: str
     reference_dtype: str
     fresh: bool
+    reference_bias: ReferenceBias | None = None  # where actor and reference compute alike there is none
+
+    def with_stored(self, earlier: Mapping[str, Any] | None) -> Preflight:
+        """With the bias that was measured when the run began: later the actor has moved."""
+        bias = (earlier or {}).get("reference_bias")
+        return self if self.fresh or bias is None else replace(self, reference_bias=ReferenceBias(**bias))
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -59,13 +93,26 @@ class Preflight:
         ratio, sampler = f"|log ratio| {self.ratio_gap_mean:.1e}", f"sampler gap {self.sampler_gap_mean:.1e}"
         return f"pre-flight: {ratio} · {kl} · {sampler} nats a token"
 
+    def warning(self) -> str | None:
+        """What to know of a reference that computes otherwise than the actor."""
+        bias = self.reference_bias
+        if bias is None:
+            return None
+        when = "measured" if self.fresh else "measured when the run began"
+        return (
+            f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token ({bias.per_sequence_mean:+.2e} a "
+            f"sequence), |difference| {bias.absolute_mean:.2e} on average and {bias.absolute_max:.2e} at most, {when} "
+            f"on {bias.tokens:,} tokens: it computes in {self.reference_dtype.removeprefix('torch.')}, the actor in "
+            f"{self.actor_dtype.removeprefix('torch.')}"
+        )
+
 
 def preflight(
     models: FourModels,
     scored: ScoredRollout,
     activations: Activations,
+    config: RunConfig,
     *,
-    temperature: float,
     fresh: bool,
     size: BatchSize | None = None,
 ) -> Preflight:
@@ -77,15 +124,15 @@ def preflight(
 
     def first(rows: int) -> Preflight:
         chosen = torch.arange(rows, device=scored.sequences.device)
-        return _measure(models, scored.select(chosen), activations.select(chosen), temperature, fresh)
+        return _measure(models, scored.select(chosen), activations.select(chosen), config, fresh)
 
     return (size or BatchSize("learn", "actor", 0)).fitting(first, len(scored.sequences))
 
 
 def _measure(
-    models: FourModels, scored: ScoredRollout, activations: Activations, temperature: float, fresh: bool
+    models: FourModels, scored: ScoredRollout, activations: Activations, config: RunConfig, fresh: bool
 ) -> Preflight:
-    actor = models.actor
+    actor, temperature, differs = models.actor, config.sampling.temperature, config.precision.reference_differs
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = BOUNDS[actor.branch.compute_dtype]
@@ -102,8 +149,9 @@ def _measure(
         actor_dtype=str(actor.branch.compute_dtype),
         reference_dtype=str(models.reference.branch.compute_dtype),
         fresh=fresh,
+        reference_bias=ReferenceBias.measured(scored) if differs and fresh else None,
     )
-    if actor.branch.compute_dtype != models.reference.branch.compute_dtype:
+    if actor.branch.compute_dtype != models.reference.branch.compute_dtype and not differs:
         raise RunFailed(
             f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
             "them would be biased; give both the same precision"
@@ -114,7 +162,9 @@ def _measure(
         bounds.ratio,
         "dropout, position ids or masks differ between passes",
     )
-    if fresh:
+    if result.reference_bias is not None:
+        _require_small(result.reference_bias, config.precision)
+    elif fresh:
         _require("KL to the reference is not 0 at step 0", kl, bounds.kl, "the reference is not the actor as it starts")
     _require(
         "sampler and trainer disagree on log-probs",
@@ -123,6 +173,16 @@ def _measure(
         "temperature, positions or weights differ in the sampler",
     )
     return result
+
+
+def _require_small(bias: ReferenceBias, precision: PrecisionSection) -> None:
+    if not bias.absolute_mean <= precision.max_reference_bias:
+        raise RunFailed(
+            f"pre-flight: the reference in {precision.reference} and in the actor's own numerics ({precision.compute}) "
+            f"differ by {bias.absolute_mean:.2e} nats a token on average (allowed by precision.max_reference_bias: "
+            f"{precision.max_reference_bias:g}), so that every KL is biased by {bias.per_token_mean:+.2e} a token and "
+            f"{bias.per_sequence_mean:+.2e} a sequence; leave out precision.reference, or allow more"
+        )
 
 
 def _gap(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, float]:

@@ -131,6 +131,7 @@ class Scene:
             config.trunk.branch_layers,
             adapters,
             config.precision.compute,
+            config.precision.frozen,
             config.memory.attention,
         )
         base = self.once((*parts, config.sampling.extra_eos_token_ids), lambda: load_base(config))
@@ -268,6 +269,12 @@ def stage_checkpoints(scene: Scene, config: RunConfig) -> list[str]:
 def trunk_layers(scene: Scene, config: RunConfig) -> int:
     trunk = scene.base(config).trunk
     return 0 if trunk is None else trunk.num_layers
+
+
+def trunk_type(scene: Scene, config: RunConfig) -> torch.dtype:
+    trunk = scene.base(config).trunk
+    assert trunk is not None
+    return next(trunk.parameters()).dtype
 
 
 def adapter_sizes(scene: Scene, config: RunConfig) -> list[int]:

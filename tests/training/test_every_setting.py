@@ -39,12 +39,14 @@ from training.observed import (
     threads,
     tokens,
     trunk_layers,
+    trunk_type,
     weights,
     what_a_failing_function_leads_to,
 )
 
 TESTS = Path(__file__).parents[1]
 BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named_metric"
+PRECISION = "training/test_half_roles.py"
 OPTIMIZERS = "memory/test_optimizers.py"
 NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
@@ -60,6 +62,8 @@ SHOWN = {
     "system.device": "models/test_loading.py::test_a_cuda_device_that_is_absent_is_refused",
     "memory.optimizer_residency": f"{OPTIMIZERS}::test_parked_states_are_in_memory_for_one_parameter_in_the_step_only",
     "memory.optimizer_in_backward": f"{OPTIMIZERS}::test_steps_in_backward_are_the_same_and_gradients_go_at_once",
+    "precision.reward": f"{PRECISION}::test_a_frozen_role_computes_as_a_model_rounded_to_its_type",
+    "precision.max_reference_bias": f"{PRECISION}::test_a_reference_beyond_the_bound_is_refused",
     "reward.residency": "training/test_residency.py::test_roles_are_in_memory_in_their_phase_only",
     **dict.fromkeys(("sft.optimizer", "reward.optimizer", "critic.optimizer", "ppo.optimizer"), NAMED),
     "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
@@ -136,6 +140,9 @@ ROWS = [
     Row("adapters.dora", False, True, adapter_sizes, also=ADAPTED),
     Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
+    Row("precision.frozen", "auto", "bfloat16", trunk_type),
+    Row("precision.reference", "auto", "bfloat16", metric("kl_per_token_mean")),
+    Row("precision.loss_scale", 64.0, 32.0, metric("loss_scale"), also={"precision.compute": "float16"}),
     Row("reference.residency", "keep", "park", metric("reference_moved_bytes")),
     Row("memory.checkpointing", "none", "layers", metric("actor_learn_flops")),
     Row("memory.attention", "sdpa", "eager", attention_kernel),

@@ -53,7 +53,7 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"trunk": None})
     if mode == "adapters":
         tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
-    if any("reward.residency" in each.settings for each in compared):
+    if any({"reward.residency", "precision.reward"} & each.settings.keys() for each in compared):
         shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
         stored = by_model(merged(tree, nested(shared)), folder / "reward")
         tree = merged(tree, {"reward": stored["reward"] | {"function": None}})

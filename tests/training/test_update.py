@@ -79,8 +79,9 @@ def gradients(trainer: Trainer, experience: Experience, activations: Activations
     """The gradients of one mini-batch that is the whole rollout, actor's and critic's, flat."""
     models = trainer.models
     actor, critic = Recording("actor", models.actor), Recording("critic", models.critic)
-    whole = {"num_epochs": 1, "mini_batch_size": len(experience.sequences)}
-    ppo = trainer.config.ppo.model_copy(update=whole | changes)
+    ppo = trainer.config.ppo.model_copy(
+        update={"num_epochs": 1, "mini_batch_size": len(experience.sequences)} | changes
+    )
     update(Learner(models.actor, models.critic, actor, critic), experience, activations, ppo, temperature=0.8, seed=1)
     [a], [c] = actor.gradients, critic.gradients
     return [torch.cat([g.flatten() for g in found.values()]) for found in (a, c)]
