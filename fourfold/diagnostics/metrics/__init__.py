@@ -51,8 +51,8 @@ def metrics_markdown() -> str:
         "",
         "Rows are lines of `metrics.jsonl`, each with its `kind`. A metric is its formula divided by its denominator.",
         "Where nothing was measured there is no number: a row lacks the actor's losses, ratios and entropy as long as",
-        "`critic.warmup_rollouts` last, its gradient norm when it took no step, the judge where none is configured; of a",
-        "step in which float16 overflowed in every mini-batch it has neither losses nor norms.",
+        "`critic.warmup_rollouts` last, its gradient norm when it took no step, the judge where none is configured.",
+        "After a step in which float16 overflowed in every mini-batch it has neither losses nor norms.",
         "What is healthy is a rule of thumb for runs like the example; settings are named as in the configuration.",
     ]
     for kind, sections in _SECTIONS.items():
