@@ -16,7 +16,7 @@ import torch
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
-from fourfold.memory.precision import DTYPES
+from fourfold.memory.precision import DTYPES, dtype_of
 from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base, load_causal_lm
@@ -131,9 +131,9 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     config = saved_config(folder.root)
     base = load_base(config)
     actor = load_actor(config, base, folder, best=best)
-    # Frozen weights are read in the run's compute type, which float32 holds exactly; trained ones are float32.
-    compute = actor.branch.compute_dtype if base.shares_head else torch.float32
-    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
+    # Shared weights are read in the type that the run held them in, which float32 holds exactly; trained are float32.
+    held = dtype_of(config.precision.frozen, actor.branch.compute_dtype) if base.shares_head else torch.float32
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), held)
     model = model.float()
     _copy_branch(actor, model)
     assert model.generation_config is not None, "a causal language model has one"
