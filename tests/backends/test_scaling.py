@@ -22,10 +22,11 @@ CPU = torch.device("cpu")
 def role(name: str, scale: LossScale | None, **settings: Any) -> tuple[nn.Parameter, LocalOptimizer]:
     """A role of four weights, all 1."""
     module = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(module.weight)
+    [weight] = module.parameters()
+    nn.init.ones_(weight)
     chosen: dict[str, Any] = {"learning_rate": 0.1, "max_grad_norm": 0.0}
     section = OptimizerSection(**chosen | settings)
-    return module.weight, LocalOptimizer(name, module, section, total_steps=10, loss_scale=scale)
+    return weight, LocalOptimizer(name, module, section, total_steps=10, loss_scale=scale)
 
 
 def gradient(weight: nn.Parameter, *slopes: float) -> torch.Tensor:

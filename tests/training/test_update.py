@@ -69,8 +69,7 @@ class Recording:
 
 def trainer_for(folder: Path, changes: dict[str, Any] | None = None, **ppo: Any) -> Trainer:
     """A trainer before its first step, with values that differ."""
-    tree = merged(by_function("pays_by_hash", **ppo), changes or {})
-    trainer = make_trainer(make_config(settings(folder, tree)))
+    trainer = make_trainer(make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), changes or {}))))
     give_value_head(trainer.models)
     return trainer
 
@@ -79,9 +78,8 @@ def gradients(trainer: Trainer, experience: Experience, activations: Activations
     """The gradients of one mini-batch that is the whole rollout, actor's and critic's, flat."""
     models = trainer.models
     actor, critic = Recording("actor", models.actor), Recording("critic", models.critic)
-    ppo = trainer.config.ppo.model_copy(
-        update={"num_epochs": 1, "mini_batch_size": len(experience.sequences)} | changes
-    )
+    everything = {"num_epochs": 1, "mini_batch_size": len(experience.sequences)}
+    ppo = trainer.config.ppo.model_copy(update=everything | changes)
     update(Learner(models.actor, models.critic, actor, critic), experience, activations, ppo, temperature=0.8, seed=1)
     [a], [c] = actor.gradients, critic.gradients
     return [torch.cat([g.flatten() for g in found.values()]) for found in (a, c)]

@@ -80,7 +80,7 @@ class PrecisionSection(Section):
     )
     max_reference_bias: PositiveFloat = Field(
         default=0.05,
-        description="Largest mean |difference|, in nats a token, between the reference as it is held and in the "
+        description="Largest mean absolute difference, in nats a token, between the reference as it is held and in the "
         "actor's numerics; pre-flight measures it, and beyond it the run is refused.",
     )
 
