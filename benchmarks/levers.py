@@ -1,70 +1,80 @@
-"""What each lever saves and costs on a real model: a process with it beside one without it, in turn.
+"""What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
-`python -m benchmarks.levers` needs a quiet machine. An exact lever must leave actor and critic bit for bit as they are
-without it; those that train other parameters say so by what they train.
+`python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one. Levers come from planner/levers.py with
+their settings, their baselines and what they promise: an exact one must leave actor and critic bit for bit as they are
+without it. How far the others change an update is measured on its first, after which the sides sample other responses.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.peer_trl import SHAPE, Comparison, Side, compared, measure, parse_arguments
 from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, write_result
-from benchmarks.worker import WorkerReport
+from benchmarks.worker import PHASES, WorkerReport
+from fourfold.planner.levers import LEVERS, SEPARATE, Change
+
+# A baseline that names them means one micro-batch, and names the sizes of the tests' tiny runs; here it is one anyway.
+BATCH_SIZES = ("ppo.mini_batch_size", "ppo.micro_batch_size")
+PLAIN = "four separate models"
 
 
 @dataclass(frozen=True)
-class Lever:
-    """Settings put on a baseline, and whether the update must be bit-equal to the baseline's."""
+class Subject:
+    """Settings put on a baseline, and what they do to an update."""
 
     name: str
-    against: str
-    sharing: str
-    overrides: tuple[str, ...] = ()
-    exact: bool = False
+    settings: Mapping[str, Any]
+    change: Change = "exact"
+    baseline: Mapping[str, Any] = field(default_factory=dict)
 
-    def side(self) -> Side:
-        """How its worker is started."""
-        chosen = [text for override in self.overrides for text in ("--set", override)]
-        return Side(self.name, "fourfold", "float32", ("--sharing", self.sharing, *chosen))
+    @property
+    def without(self) -> Side:
+        """The baseline; those of several subjects may be one."""
+        return _side(self._baseline)
+
+    @property
+    def having(self) -> Side:
+        """The baseline with the lever."""
+        added = {key: value for key, value in self.settings.items() if self.baseline.get(key) != value}
+        return _side(self._baseline | added, self.name)
+
+    @property
+    def _baseline(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.baseline.items() if key not in BATCH_SIZES}
+        return {**SEPARATE, **kept}
 
 
-PARKED = ("reference.residency=park", "reward.residency=park")
-STREAMED = ("reference.residency=stream", "reward.residency=stream")
-UNCLIPPED = ("ppo.max_grad_norm=0", "critic.max_grad_norm=0")
-BASELINE = Lever("four separate models", "", "none")
-LEVERS = (
-    Lever("trunk of 26 layers", BASELINE.name, "trunk"),
-    Lever("adapters on every layer", BASELINE.name, "adapters"),
-    Lever("adapters on 4 layers over a trunk", BASELINE.name, "adapters", ("adapters.layers=4",)),
-    Lever("checkpointing: layers", BASELINE.name, "none", ("memory.checkpointing=layers",), exact=True),
-    Lever(
-        "checkpointing: every second layer",
-        BASELINE.name,
-        "none",
-        ("memory.checkpointing=layers", "memory.checkpoint_every=2"),
-        exact=True,
-    ),
-    Lever("checkpointing: attention", BASELINE.name, "none", ("memory.checkpointing=attention",), exact=True),
-    Lever("park reference", BASELINE.name, "none", ("reference.residency=park",), exact=True),
-    Lever("stream reference", BASELINE.name, "none", ("reference.residency=stream",), exact=True),
-    Lever("park reference and reward", BASELINE.name, "none", (*PARKED,), exact=True),
-    Lever("stream reference and reward", BASELINE.name, "none", (*STREAMED,), exact=True),
-    Lever("park optimizer", BASELINE.name, "none", ("memory.optimizer_residency=park",), exact=True),
-    Lever("no clipping", BASELINE.name, "none", UNCLIPPED),
-    Lever(
-        "optimizer in backward", "no clipping", "none", (*UNCLIPPED, "memory.optimizer_in_backward=true"), exact=True
-    ),
-    Lever("adamw_8bit", BASELINE.name, "none", ("ppo.optimizer=adamw_8bit", "critic.optimizer=adamw_8bit")),
-    Lever("activation offload to a file", BASELINE.name, "none", ("memory.activation_offload=true",), exact=True),
+def _side(settings: Mapping[str, Any], name: str = "") -> Side:
+    """How the worker is started; a side without a name is called by its settings."""
+    other = {key: value for key, value in settings.items() if SEPARATE.get(key) != value}
+    chosen = [f"{key}={json.dumps(value)}" for key, value in other.items()]
+    arguments = [text for setting in chosen for text in ("--set", setting)]
+    return Side(name or ", ".join([PLAIN, *chosen]), "fourfold", "float32", ("--sharing", "none", *arguments))
+
+
+CHECKPOINTING = {"memory.checkpointing": "layers"}
+# What is not a lever of its own: others of their strengths, and those that save more where they are on together.
+MORE = (
+    Subject("adapters over a trunk: 4 layers", {"sharing.mode": "adapters", "adapters.layers": 4}, "other parameters"),
+    Subject("checkpointing: every second layer", {**CHECKPOINTING, "memory.checkpoint_every": 2}),
+    Subject("micro-batches of 4", {"ppo.micro_batch_size": 4}, "bounded"),
+    Subject("park reference and reward", {"reference.residency": "park", "reward.residency": "park"}),
+    Subject("stream reference and reward", {"reference.residency": "stream", "reward.residency": "stream"}),
+)
+SUBJECTS = (
+    *(Subject(each.name, each.settings, each.change, each.baseline) for each in LEVERS if not each.not_benchmarked),
+    *MORE,
 )
 
 
-def figures(reports: Mapping[str, Sequence[WorkerReport]]) -> list[Figure]:
-    """Seconds, peak and resident bytes of each, then each lever against its baseline."""
+def figures(subjects: Sequence[Subject], reports: Mapping[str, Sequence[WorkerReport]]) -> list[Figure]:
+    """Seconds, peaks and resident bytes of each side, then each lever against its baseline."""
     found: list[Figure] = []
     for name, runs in reports.items():
         found += [
@@ -72,46 +82,69 @@ def figures(reports: Mapping[str, Sequence[WorkerReport]]) -> list[Figure]:
             Figure.of(f"{name}: weights at start", [sum(run.resident_mib.values()) for run in runs], "MiB"),
             Figure.of(f"{name}: peak memory", [run.peak_rss_mib for run in runs], "MiB"),
         ]
-    for lever in LEVERS:
-        if lever.name in reports and lever.against in reports:
-            mine, base = reports[lever.name], reports[lever.against]
-            found += compared(Comparison(lever.name, lever.against, None, None), mine, base)
-            if lever.exact:
-                found.append(_difference(lever, mine, base))
+        found += [
+            Figure.of(f"{name}: peak in {phase}", [run.phase_peak_mib[phase] for run in runs], "MiB")
+            for phase in PHASES
+        ]
+    for subject in subjects:
+        base, mine = reports[subject.without.name], reports[subject.having.name]
+        found += compared(Comparison(subject.having.name, subject.without.name, None, None), mine, base)
+        found += _changes(subject, mine, base)
     return found
 
 
-def _difference(lever: Lever, mine: Sequence[WorkerReport], base: Sequence[WorkerReport]) -> Figure:
-    """Share of the rounds whose actor and critic are not the baseline's, bit for bit."""
-    differing = [float(a.weights != b.weights) for a, b in zip(mine, base, strict=True)]
-    name = f"{lever.name} / {lever.against}: rounds with other weights"
-    return Figure.of(name, differing, "share", "<= 0").model_copy(update={"against": lever.against})
+def _changes(subject: Subject, mine: Sequence[WorkerReport], base: Sequence[WorkerReport]) -> list[Figure]:
+    """What the lever did to the update: differing weights where there may be none, else the size of the difference."""
+    pairs = list(zip(mine, base, strict=True))
+    if subject.change == "other parameters":
+        return []
+    if subject.change == "exact":
+        of, values, target = "rounds with other weights", [float(a.weights != b.weights) for a, b in pairs], "<= 0"
+    else:
+        of, values, target = "difference of the update", [difference(b.moves(), a.moves()) for a, b in pairs], None
+    name = f"{subject.name} / {subject.without.name}: {of}"
+    worst = max(values)  # a promise is not kept on the median
+    figure = Figure.of(name, values, "share" if target else "ratio", target)
+    return [figure.model_copy(update={"value": worst, "against": subject.without.name})]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write or print the result."""
-    names = [lever.name for lever in LEVERS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.levers", description=__doc__, add_help=False)
-    parser.add_argument("--lever", action="append", choices=names)
-    own, rest = parser.parse_known_args(arguments)
-    args = parse_arguments(rest)
-    wanted = set(own.lever or names)
-    wanted |= {lever.against for lever in LEVERS if lever.name in wanted}
-    chosen = [BASELINE, *(lever for lever in LEVERS if lever.name in wanted)]
-    reports = measure(args, [lever.side() for lever in chosen])
+def difference(base: Sequence[float], other: Sequence[float]) -> float:
+    """|difference of the moves| / |move|."""
+    gap = sum((a - b) ** 2 for a, b in zip(base, other, strict=True))
+    return (gap / sum(a**2 for a in base)) ** 0.5
+
+
+def result(
+    subjects: Sequence[Subject], reports: Mapping[str, Sequence[WorkerReport]], args: argparse.Namespace
+) -> Result:
+    """All that is kept: the figures, what stood against what, and what is trained (unless as on the first side)."""
+    told = [next(iter(reports)), *(each.name for each in subjects if each.change == "other parameters")]
     sides = {
-        name: {"what": runs[0].what, "dtype": runs[0].dtype, "trainable_parameters": runs[0].trainable_parameters}
-        for name, runs in reports.items()
+        name: {"what": run.what, "dtype": run.dtype, "trainable_parameters": run.trainable_parameters}
+        for name, run in ((name, reports[name][0]) for name in told)
     }
-    found = Result(
+    levers = {each.name: {"against": each.without.name, "change": each.change} for each in subjects}
+    shape = {name: getattr(args, name) for name in ("model", "rounds", *SHAPE)}
+    return Result(
         name="levers",
         date=today(),
         hardware=hardware(),
         versions=next(iter(reports.values()))[0].versions,
         commit=commit(),
-        config={**{name: getattr(args, name) for name in ("model", "rounds", *SHAPE)}, "sides": sides},
-        figures=tuple(figures(reports)),
+        config={**shape, "sides": sides, "levers": levers},
+        figures=tuple(figures(subjects, reports)),
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write or print the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.levers", description=__doc__, add_help=False)
+    parser.add_argument("--lever", action="append", choices=[each.name for each in SUBJECTS])
+    own, rest = parser.parse_known_args(arguments)
+    args = parse_arguments(rest)
+    subjects = [each for each in SUBJECTS if not own.lever or each.name in own.lever]
+    sides = {side.name: side for each in subjects for side in (each.without, each.having)}
+    found = result(subjects, measure(args, list(sides.values())), args)
     print(found.model_dump_json(indent=2) if args.dry else write_result(found).relative_to(ROOT))
     return 0
 

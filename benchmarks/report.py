@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER, ROOT, Figure, Result, read_results
+from benchmarks.levers_table import levers_table
+from benchmarks.results import FOLDER, ROOT, Figure, Result, number, read_results
 
 BLOCK = re.compile(r"(<!-- figures:(?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", flags=re.DOTALL)
 NOT_MEASURED = "Not measured yet."
@@ -38,8 +39,11 @@ def with_tables(text: str, results: Sequence[Result]) -> str:
 
 def table(result: Result) -> str:
     """A result as a Markdown table; below it what each side trains, and where and when it was measured."""
-    rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
-    rows += [_row(figure) for figure in result.figures]
+    if "levers" in result.config:
+        rows = levers_table(result)
+    else:
+        rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
+        rows += [_row(figure) for figure in result.figures]
     if sides := result.config.get("sides"):
         rows += ["", *(_side(name, side) for name, side in sides.items())]
     libraries = ", ".join(f"{name} {version}" for name, version in result.versions.items())
@@ -62,14 +66,6 @@ def _side(name: str, side: Mapping[str, Any]) -> str:
 
 def _short(commit: str) -> str:
     return commit[:10] + (" with changes" if commit.endswith("-dirty") else "")
-
-
-def number(value: float) -> str:
-    """Three or four figures that mean something: 6,849, 24.0, 0.83, 0.0123."""
-    size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or value == 0 else f"{value:.3g}"
 
 
 def documents(root: Path) -> list[Path]:

@@ -107,6 +107,14 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def number(value: float) -> str:
+    """Three or four figures that mean something: 6,849, 24.0, 0.83, 0.0123."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or value == 0 else f"{value:.3g}"
+
+
 def write_result(result: Result, folder: Path = FOLDER) -> Path:
     """Write the result; measuring again on the same day and hardware replaces it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ mini-batch.
 from __future__ import annotations
 
 import argparse
+import array
+import base64
 import json
 import re
 import statistics
@@ -33,9 +35,11 @@ class WorkerReport(BaseModel):
     trainable_parameters: dict[str, Annotated[int, Field(ge=0)]] = Field(description="By role.")
     seconds_per_update: list[Seconds] = Field(min_length=2, description="Every update, the first included.")
     response_tokens_per_update: list[Annotated[int, Field(gt=0)]] = Field(min_length=2)
-    peak_rss_mib: Annotated[float, Field(gt=0)] = Field(description="Highest resident memory of the process (VmHWM).")
+    peak_rss_mib: Annotated[float, Field(gt=0)] = Field(description="Highest resident memory of the process.")
     phases: dict[str, Seconds] = Field(description="Mean seconds an update by phase, without the first update.")
     resident_mib: dict[str, float] = Field(default={}, description="What each role and what is shared holds, at start.")
+    phase_peak_mib: dict[str, float] = Field(default={}, description="Highest resident memory by phase, as for phases.")
+    moved: str = Field(default="", description="What the first update added to a sample of the trained weights.")
     weights: str = Field(default="", description="Checksum of actor and critic after the last update.")
     versions: dict[str, str]
     threads: Annotated[int, Field(gt=0)]
@@ -49,6 +53,10 @@ class WorkerReport(BaseModel):
     def steady_tokens(self) -> float:
         """Mean response tokens of the updates after the first."""
         return statistics.mean(self.response_tokens_per_update[1:])
+
+    def moves(self) -> array.array[float]:
+        """`moved` as numbers; JSON has it in base64."""
+        return array.array("f", base64.b64decode(self.moved))
 
 
 def worker_parser(description: str) -> argparse.ArgumentParser:

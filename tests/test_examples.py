@@ -9,7 +9,7 @@ import pytest
 from fourfold.config.loading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
 
 
 def test_the_examples_that_the_documents_name_are_there() -> None:
@@ -20,7 +20,7 @@ def test_the_examples_that_the_documents_name_are_there() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_valid_and_runs_into_a_folder_of_its_own_name(path: Path) -> None:
     config = load_config(path)
-    assert config.output == f"runs/{path.stem}"
+    assert config.output == f"runs/{path.relative_to(ROOT / 'examples').with_suffix('')}"
     assert config.stages == ("sft", "reward", "ppo")
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from fourfold.backends.scaling import LossScale
 from fourfold.config.schema import MemorySection, OptimizerSection
 from fourfold.errors import RunFailed
+from fourfold.memory.optimizer_offload import Masters, OffloadedStates
 from fourfold.memory.optimizers import States, make_adamw
+from fourfold.models.roles import Policy, Scorer, narrowed
 
 
 class LocalOptimizer:
@@ -41,21 +43,39 @@ class LocalOptimizer:
         self._steps_done = 0
         self.loss_scale = loss_scale
         memory = memory or MemorySection()
-        park = memory.optimizer_residency == "park"
-        assert folder is not None or not park, "parked states need a folder"
-        self._optimizer = make_adamw(self._parameters, settings)
-        self.states = States(self._optimizer, park_in=folder if park else None)
         self._in_backward = memory.optimizer_in_backward
         self._norms: dict[nn.Parameter, Tensor] = {}
-        if self._in_backward:
+        self._make_states(module, memory.optimizer_residency, folder)
+        if self._in_backward or memory.optimizer_residency == "offload":
             me = weakref.ref(self)  # a parameter that held its optimizer would keep the states of a finished stage
 
             def complete(p: Tensor) -> None:
                 if (optimizer := me()) is not None:
-                    optimizer._step_in_backward(p)
+                    assert isinstance(p, nn.Parameter)
+                    optimizer._complete(p)
 
             for p in self._parameters:
                 p.register_post_accumulate_grad_hook(complete)
+
+    def _make_states(self, module: nn.Module, residency: str, folder: Path | None) -> None:
+        assert folder is not None or residency == "keep", "states that lie elsewhere need a folder"
+        self.states: States
+        if residency == "offload" and folder is not None:
+            masters = Masters(self._parameters, *narrowed(module))
+            self._optimizer = make_adamw(masters.stepped, self._settings)
+            self.states = offloaded = OffloadedStates(self._optimizer, masters, folder)
+            if isinstance(module, Policy | Scorer):
+                module.masters = offloaded  # what is saved of the role, and loaded into it
+        else:
+            self._optimizer = make_adamw(self._parameters, self._settings)
+            self.states = States(self._optimizer, park_in=folder if residency == "park" else None)
+
+    def _complete(self, p: nn.Parameter) -> None:
+        """The gradient of a parameter is complete: autograd has added all its uses up."""
+        if self._in_backward:
+            self._step_in_backward(p)
+        else:
+            self.states.collect(p)
 
     @property
     def steps_done(self) -> int:
@@ -98,12 +118,11 @@ class LocalOptimizer:
             self._use_learning_rate()
         (loss if scale is None else scale.scaled(loss)).backward()
 
-    def _step_in_backward(self, p: Tensor) -> None:
-        """The step of one parameter, whose gradient is complete: autograd has added all its uses up."""
-        assert isinstance(p, nn.Parameter) and p.grad is not None
-        norm = p.grad.norm()
+    def _step_in_backward(self, p: nn.Parameter) -> None:
+        assert p.grad is not None
+        norm = p.grad.norm(dtype=torch.float32)
         if not bool(torch.isfinite(norm)):
-            self._optimizer.zero_grad(set_to_none=True)
+            self.states.discard()
             raise RunFailed(
                 f"learn: a gradient norm of the {self.name} is {float(norm)}, {len(self._norms)} of its parameters "
                 "have been stepped already; the last good checkpoint is kept; try a lower learning rate or "
@@ -128,7 +147,7 @@ class LocalOptimizer:
             self._norms.clear()
             self._steps_done += 1
             return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._max_norm))
+        norm = self.states.clip(self._parameters, self._max_norm)
         if not math.isfinite(norm):
             self.discard()
             raise RunFailed(
@@ -151,7 +170,7 @@ class LocalOptimizer:
                 f"learn: a backward pass of the {self.name} was broken off after {len(self._norms)} of its parameters "
                 "had been stepped; the last good checkpoint is kept; set memory.optimizer_in_backward = false"
             )
-        self._optimizer.zero_grad(set_to_none=True)
+        self.states.discard()
 
     def state_bytes(self) -> int:
         """Bytes of the states that are in memory now; parked ones are not."""

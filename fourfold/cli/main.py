@@ -24,7 +24,9 @@ COMMANDS = {
     "reward": "the second stage alone: train the reward model on preference pairs",
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
     "sample": "write with the trained actor beside the reference",
+    "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",
+    "bench": "measure what a lever does to a run's own models, such as weights in fewer bits",
 }
 
 

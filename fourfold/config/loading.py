@@ -20,6 +20,9 @@ from fourfold.config.describe import all_settings, tables
 from fourfold.config.paths import missing_packages, missing_paths
 from fourfold.config.schema import RunConfig
 
+# The key of a file, not of a run: the saved configuration holds what came of it.
+EXTENDS = "extends"
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; `problems` holds every reason, one a line."""
@@ -32,10 +35,41 @@ class ConfigError(ValueError):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and check a configuration; `overrides` are 'ppo.kl_coef=0.1' and come last. Files are not looked at."""
-    tree = read_toml(Path(path))
+    tree = read_extended(Path(path))
     for override in overrides:
         apply_override(tree, override)
     return parse_config(tree, source=str(path))
+
+
+def read_extended(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of a file on top of those of the file that its `extends` names, relative to its own folder."""
+    tree = read_toml(path)
+    if EXTENDS not in tree:
+        return tree
+    named = tree.pop(EXTENDS)
+    if not isinstance(named, str) or not named:
+        raise ConfigError(
+            str(path),
+            [f"extends: given {_shown(named)}; allowed: the path of another file, seen from this one's folder"],
+        )
+    chain = (*below, path.resolve())
+    other = path.parent / named
+    if other.resolve() in chain:
+        raise ConfigError(str(path), [f"extends: {named!r} comes back to itself; allowed: files in a line"])
+    if not other.is_file():
+        raise ConfigError(
+            str(path), [f"extends: no file {str(other)!r}; its path is seen from the folder of {path.name}"]
+        )
+    return _on_top(read_extended(other, chain), tree)
+
+
+def _on_top(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with `changes` put in, table by table."""
+    result = dict(tree)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _on_top(result[key], value) if both else value
+    return result
 
 
 def read_toml(path: Path) -> dict[str, Any]:

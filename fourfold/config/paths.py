@@ -28,8 +28,11 @@ def missing_packages(config: RunConfig) -> list[str]:
     if config.evaluation.judge == "vader" and config.data.prompts_test is not None:
         wanted["vaderSentiment"] = "evaluation.judge = 'vader'"
     low_bit = [f"{name}.optimizer = {s.optimizer!r}" for name, s in trained(config).items() if s.optimizer != "adamw"]
-    if low_bit:
-        wanted["bitsandbytes"] = " and ".join(low_bit)
+    for kind, package in (("nf4", "bitsandbytes"), ("int8", "torchao")):
+        given = [f"precision.{name} = {held!r}" for name, held in config.precision if str(held).startswith(kind)]
+        reasons = given + (low_bit if package == "bitsandbytes" else [])
+        if reasons:
+            wanted[package] = " and ".join(reasons)
     hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
     if hub:
         wanted["datasets"] = f"{' and '.join(hub)}, read from the hub"

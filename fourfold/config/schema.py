@@ -19,6 +19,7 @@ from fourfold.config.sections.models import (
     ModelSection,
     PrecisionSection,
     ReferenceSection,
+    ServiceSection,
     SharingSection,
     SystemSection,
     TrunkSection,
@@ -43,6 +44,7 @@ __all__ = [
     "RunConfig",
     "SamplingSection",
     "Section",
+    "ServiceSection",
     "SftSection",
     "SharingSection",
     "SystemSection",
@@ -72,12 +74,24 @@ class RunConfig(Section):
     sft: SftSection = Field(default_factory=SftSection)
     reference: ReferenceSection = Field(default_factory=ReferenceSection)
     reward: RewardSection = Field(default_factory=RewardSection)
+    service: ServiceSection = Field(default_factory=ServiceSection)
     critic: CriticSection = Field(default_factory=CriticSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     ppo: PpoSection = Field(default_factory=PpoSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @property
+    def optimizer_steps(self) -> dict[str, int]:
+        """Of actor and critic in the whole stage ppo, when no epoch ends early."""
+        ppo, warmup = self.ppo, self.critic.warmup_rollouts
+        turns = [self.trunk.turn(index) for index in range(ppo.updates_a_rollout)]
+        alone, learning = warmup * len(turns), ppo.steps - warmup
+        return {
+            "actor": learning * sum(turn != "critic" for turn in turns),
+            "critic": alone + learning * sum(turn != "actor" for turn in turns),
+        }
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:

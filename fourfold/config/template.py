@@ -32,6 +32,7 @@ HEADER = """\
 #
 # '#key = value' shows a default: take the '#' away to change it. '# text' explains.
 # Paths are relative to the folder that the command is started in. --set ppo.kl_coef=0.1 overrides a key for one run.
+# extends = "other.toml" (a path seen from this file) at the top of a file takes its keys from there where it has none.
 # A key that is unknown, or that would be ignored with the other settings, stops the run before anything is loaded.
 """
 
@@ -84,8 +85,9 @@ def configuration_markdown() -> str:
         "# Configuration",
         "Written from the schema by `python -m fourfold.config.template`; `fourfold init` writes the same as a "
         "commented file.\n"
-        "Defaults come first, then the file, then `--set KEY=VALUE`. Unknown keys stop the run and name the "
-        "nearest known one;\n"
+        "Defaults come first, then the file, then `--set KEY=VALUE`. A file that begins with `extends = 'other.toml'` "
+        "(a path seen\nfrom its own folder) stands on top of that one, table by table. Unknown keys stop the run and "
+        "name the nearest known one;\n"
         "so does a key that would be ignored with the other settings. The resolved configuration is saved in "
         "the run's folder.",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -36,6 +36,7 @@ class RoleRow:
     dtype: str
     device: str
     bytes: int
+    resident_bytes: int  # without what is parked now
 
 
 def visible(text: str) -> Text:
@@ -82,36 +83,47 @@ def role_rows(models: FourModels) -> list[RoleRow]:
 
     The language head above a shared trunk stands in the trunk's row.
     """
-    from fourfold.memory.offload import residency_of
+    from fourfold.memory.offload import is_elsewhere, residency_of
+    from fourfold.memory.quantization import stands_for
 
     counted = set[int]()
     parts = dict(models.shared_parameters())
+    quantized = {} if models.base.trunk is None else stands_for(models.base.trunk)
     for name in ("actor", "critic", "reference", "reward"):
         role = getattr(models, name)
         parts[name] = [] if role is None else list(role.parameters())
+        quantized |= {} if role is None else stands_for(role)
     rows = []
     for name, parameters in parts.items():
         # By identity: tied weights are one parameter under two names.
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
         if unique:
-            held = residency_of(getattr(models, name, None))
-            rows.append(_role_row(name, list(unique.values()), "" if held is None else held.where))
+            role = getattr(models, name, None)
+            held = residency_of(role) or getattr(role, "masters", None)
+            row = _role_row(name, list(unique.values()), quantized, "" if held is None else held.where)
+            rows.append(replace(row, dtype="-", bytes=0) if is_elsewhere(role) else row)
     return rows
 
 
-def _role_row(name: str, parameters: Sequence[nn.Parameter], where: str) -> RoleRow:
+def _role_row(
+    name: str, parameters: Sequence[nn.Parameter], quantized: Mapping[int, tuple[str, int]], where: str
+) -> RoleRow:
+    """`quantized`: of codes and scales by their ids, the kind and how many weights they stand for."""
     sizes: dict[str, int] = {}
+    count = 0
     for p in parameters:
-        dtype = str(p.dtype).removeprefix("torch.")
+        dtype, numbers = quantized.get(id(p), (str(p.dtype).removeprefix("torch."), p.numel()))
         sizes[dtype] = sizes.get(dtype, 0) + p.numel() * p.element_size()
+        count += numbers
     return RoleRow(
         model=name,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=count,
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtype=" + ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])),
         device=where or ", ".join(sorted({str(p.device) for p in parameters})),
         bytes=sum(sizes.values()),
+        resident_bytes=tensor_bytes(parameters),
     )
 
 

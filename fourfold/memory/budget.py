@@ -241,6 +241,7 @@ class BatchSizes:
     generate: BatchSize
     log_probs: BatchSize
     score: BatchSize
+    ahead: BatchSize  # reference and reward beside sampling, which the critic's passes must not halve meanwhile
     actor: BatchSize
     critic: BatchSize
 
@@ -252,6 +253,7 @@ class BatchSizes:
             generate=BatchSize("generate", "actor", sampling_rows, budget),
             log_probs=BatchSize("generate", "actor", micro, budget),
             score=BatchSize("score", "reference", micro, budget),
+            ahead=BatchSize("score", "reference", micro, budget),
             actor=BatchSize("learn", "actor", micro, budget),
             critic=BatchSize("learn", "critic", micro, budget),
         )
@@ -279,6 +281,6 @@ class BatchSizes:
         """For the row of a step."""
         return {
             "micro_batch_size": min(self.actor.size, self.critic.size),
-            "score_micro_batch_size": min(self.score.size, self.log_probs.size),
+            "score_micro_batch_size": min(self.score.size, self.ahead.size, self.log_probs.size),
             "sampling_batch_size": self.generate.size or rollout_rows,
         }

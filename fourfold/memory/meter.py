@@ -25,10 +25,11 @@ _SAMPLE_SECONDS = 0.01
 COUNTED_MODELS = ("trunk", "actor", "critic", "reference", "reward")
 COUNTED_PHASES = ("generate", "score", "learn")
 DIRECTIONS = ("forward", "backward")
-# The roles that work in a phase; besides them the actor in score, for the full KL only.
+# The roles that work in a phase; besides them the actor in score, for the full KL only. A trained trunk works in learn
+# with actor and critic together.
 WORKING = (
     *(("generate", "actor"), ("score", "reference"), ("score", "critic"), ("score", "reward")),
-    *(("learn", "critic"), ("learn", "actor")),
+    *(("learn", "critic"), ("learn", "actor"), ("learn", "trunk")),
 )
 Direction = Literal["forward", "backward"]
 
@@ -245,6 +246,7 @@ class PhaseMeter:
         self._tensors = LiveTensors() if count_tensors else None
         self._spans: dict[tuple[str, str], Span] = {}
         self._open: list[_OpenPhase] = []
+        self._thread = 0  # that measures
         self._recent: dict[str, PhaseUsage] = {}
         self._total: dict[str, PhaseUsage] = {}
 
@@ -257,14 +259,19 @@ class PhaseMeter:
 
     @contextlib.contextmanager
     def role(self, phase: str, role: str) -> Iterator[None]:
-        """Measure a role's work inside a phase; where that phase is not open (evaluations) nothing is measured."""
-        is_open = any(each.name == phase and not each.role for each in self._open)
+        """Measure a role's work inside a phase; where that phase is not open (evaluations) nothing is measured.
+
+        Nor is what a thread does beside the one that opened it: their peaks are not told apart.
+        """
+        mine = threading.get_ident() == self._thread
+        is_open = mine and any(each.name == phase and not each.role for each in self._open)
         with self._measured(phase, role) if is_open else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def _measured(self, name: str, role: str) -> Iterator[None]:
         outermost = not self._open
+        self._thread = threading.get_ident()
         self._source.synchronize()
         if outermost:
             self._source.start()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.memory.stores import Store, as_bytes, layout_of
 
 
-def _absent(tensor: Tensor) -> Tensor:
+def absent(tensor: Tensor) -> Tensor:
     """What stands for a tensor that is away: its type and shape over one number, NaN, so that no use goes unnoticed."""
     value = torch.nan if tensor.is_floating_point() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
@@ -75,7 +75,7 @@ class Parked:
         for tensor in self._tensors:
             if changed:
                 self._store.write(self._places[id(tensor)], as_bytes(tensor))
-            tensor.data = _absent(tensor)
+            tensor.data = absent(tensor)
         self._resident = False
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -225,7 +225,17 @@ class Streamed:
 
 
 class Residency(Protocol):
-    """How a module's tensors are held that are not always in memory."""
+    """How a module's tensors are held that are not always in memory, or not on the run's device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        ...
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process holds them: here are stand-ins, and `read` has nothing to read."""
+        ...
 
     @property
     def where(self) -> str:
@@ -241,13 +251,19 @@ class Residency(Protocol):
         ...
 
     def take(self) -> dict[str, float]:
-        """Seconds in use and bytes moved in since the last `take`."""
+        """Seconds in use and bytes moved in (of a role elsewhere: to and fro) since the last `take`."""
         ...
 
 
 def residency_of(owner: Any) -> Residency | None:
     """How a role, or a source that scores with one, is held; None where it is simply kept."""
     return getattr(owner, "residency", None)
+
+
+def is_elsewhere(owner: Any) -> bool:
+    """Whether a role (or the role of a reward source) is held by another process."""
+    held = residency_of(owner)
+    return held is not None and held.elsewhere
 
 
 def resident(owner: Any) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ class States:
         """One parameter after the other, so that they are never all in memory."""
         if not self._group_of:
             return
-        # Two float32 moments; 8-bit ones with the scales of their blocks are less.
-        size = sum(2 * layout_of([p]).size for p in self._group_of)
+        # Two float32 moments, and the weights where those are parked too; 8-bit moments with their scales are less.
+        size = sum(3 * layout_of([p]).size for p in self._group_of)
         store, start = None, 0
         for p in self._group_of:
             self._make(p)
@@ -113,13 +113,28 @@ class States:
 
     def step_one(self, p: nn.Parameter) -> None:
         """Step one parameter; its states are in memory meanwhile."""
-        if p.grad is None:
-            return
+        if p.grad is not None:
+            with self._resident(p), self._only(p):
+                self._optimizer.step()
+
+    def collect(self, p: nn.Parameter) -> None:
+        """The gradient of a parameter is complete; it stays where it is."""
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        """Scale the gradients down to a global norm of `max_norm`; returns the norm before."""
+        return float(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def discard(self) -> None:
+        """Free the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def _resident(self, p: nn.Parameter, buffer: Tensor | None = None) -> Iterator[None]:
+        """Within, what is parked of a parameter is in memory; `buffer` holds its bytes already where it is given."""
         parked = self._parked.get(p)
         if parked is not None:
-            parked.fetch()
-        with self._only(p):
-            self._optimizer.step()
+            parked.fetch(buffer)
+        yield
         if parked is not None:
             parked.leave(changed=True)
 

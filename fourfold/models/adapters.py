@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fourfold.config.schema import AdaptersSection
+from fourfold.memory.quantization import dequantize, quiet_imports
 from fourfold.models.split import Part
 
 # What peft calls the tensors of its LoRA layers.
@@ -37,6 +38,7 @@ def adapter_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 def add_adapters(part: Part, settings: AdaptersSection, *, seed: int) -> None:
     """Put fresh adapters (B = 0, so the part computes what it did) on the part's linear layers."""
+    quiet_imports()  # peft imports torchao and bitsandbytes wherever they are installed
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = nn.ModuleList(part.layers)
@@ -93,9 +95,11 @@ def merge_adapters(part: Part) -> None:
     """Add the adapters to the base's matrices and take them off; the part must own its base.
 
     The sum is formed in float32 if the part is: W + alpha / r * B A then differs from the adapted product by rounding.
+    Of a quantised base W is what its codes stand for: the adapters were trained above these numbers.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    dequantize(part)
     for name, module in list(part.named_modules()):
         if isinstance(module, BaseTunerLayer):
             merging: Any = module

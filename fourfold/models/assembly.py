@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
+from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
+from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.loading import Base
 from fourfold.models.products import hold_narrowly
-from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, copy_scorer, freeze, make_trainable, scorer_on
+from fourfold.models.quantized import quantize_checked
+from fourfold.models.roles import (
+    Policy,
+    Scorer,
+    checksum,
+    copy_policy,
+    copy_scorer,
+    freeze,
+    hollow_copy,
+    make_trainable,
+    scorer_on,
+    scorer_over,
+)
+from fourfold.models.room import Room
+from fourfold.models.split import Part
 from fourfold.models.storage import RoleRecord, load_role
+from fourfold.models.trunk import hold_frozen_layers_narrowly, layer_parameters, trainable_copy
+from fourfold.planner.advice import TRAINED_TRUNK
+from fourfold.planner.quantization import QUANTIZED
 
 
 @dataclass
@@ -26,12 +47,15 @@ class FourModels:
     critic: Scorer
     reference: Policy
     reward: Scorer | None
+    trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
         shared: dict[str, list[nn.Parameter]] = {}
         if self.base.trunk is not None:
             shared["trunk"] = [*self.base.trunk.parameters(), *self.actor.head.parameters()]
+        if self.trunk is not None:
+            shared[TRAINED_TRUNK] = layer_parameters(self.trunk)
         if is_adapted(self.actor.branch):
             shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
         return shared
@@ -42,10 +66,11 @@ class FourModels:
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
         return [p for p in role.parameters() if id(p) not in others]
 
-    def frozen_checksum(self) -> str:
-        """Checksum of everything that must not change: trunk, reference, reward."""
-        parts = (self.base.trunk, self.reference, self.reward)
-        return checksum(part for part in parts if part is not None)
+    def frozen_checksums(self) -> dict[str, str]:
+        """Checksums of everything that must not change: trunk, reference, reward; not of roles held elsewhere."""
+        parts = {"trunk": self.base.trunk, "reference": self.reference, "reward": self.reward}
+        held = {name: part for name, part in parts.items() if part is not None and not is_elsewhere(part)}
+        return {name: checksum([part]) for name, part in held.items()}
 
 
 def record_for(config: RunConfig, kind: str) -> RoleRecord:
@@ -61,49 +86,129 @@ def record_for(config: RunConfig, kind: str) -> RoleRecord:
 def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | None) -> FourModels:
     """The four roles; `sft` and `reward` are folders of stored roles, None means the base model or no reward model.
 
-    The actor takes over the base's own weights, so at most four models are resident at any time.
+    The actor takes over the base's own weights, so at most four models are resident at any time. A role that is at a
+    service is a form without weights.
     """
     room = base.room(config)
-    own = room.planned.weights["actor"]
+    own, away = room.planned.weights["actor"], roles_at_a_service(config)
+    only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
-    if config.critic.init == "base" or reward is not None:
+    if config.critic.init == "base" or (reward is not None and not only_asked):
         with room.role("critic" if config.critic.init == "base" else "reward", own):
             fresh = base.new_scorer()
-    actor, compute = base.policy, base.policy.branch.compute_dtype
+    actor = base.policy
     with room.role("actor"):
         if sft is not None:
             load_role(sft, actor, record_for(config, "policy"))
-    with room.role("reference", own):
-        reference = copy_policy(actor, share_head=base.shares_head)
-        own_head = not base.shares_head
-        freeze(reference, dtype_of(config.precision.reference, compute), with_language_head=own_head)
-    scorer = None
-    critic = fresh
-    if reward is not None and fresh is not None:
-        with room.role("reward", own if config.critic.init == "base" else 0):
-            scorer = fresh if config.critic.init != "base" else copy_scorer(fresh)
-            load_role(reward, scorer, record_for(config, "scorer"))
-        with room.role("critic", own if config.critic.init == "reward" else 0):
-            critic = copy_scorer(scorer) if config.critic.init == "reward" else fresh
-    if config.critic.init == "actor":
-        with room.role("critic", own):
-            critic = scorer_on(actor)
-    if critic is None or critic is scorer:
-        raise ValueError(
-            f"critic.init = {config.critic.init!r} needs a reward model, and reward.source = {config.reward.source!r} "
-            'has none; try critic.init = "actor" or "base"'
-        )
-    if scorer is not None:
-        freeze(scorer, dtype_of(config.precision.reward, compute))
+    with room.role("reference", 0 if "reference" in away else own):
+        reference = _reference(config, base, actor, away="reference" in away)
+    critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
-    for role in (reference, scorer):
-        if role is not None and not is_adapted(role.branch):
-            hold_narrowly(role.branch)
+    trunk = None
+    if base.trunk is not None and config.trunk.train:
+        with room.role(TRAINED_TRUNK, room.planned.weights[TRAINED_TRUNK]):
+            trunk = trainable_copy(base.trunk, config.memory)
+        hold_frozen_layers_narrowly(base.trunk)
+        _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
+    if "reference" not in away:
+        _hold(reference, config.precision.reference, base, "reference")
+    if scorer is not None and "reward" not in away:
+        _hold(scorer, config.precision.reward, base, "reward")
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer)
+    return FourModels(base, actor, critic, reference, scorer, trunk)
+
+
+def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:
+    """Where the trunk is trained nothing is cached: every role passes ids through the one that it stands on."""
+    for roles, below in ((frozen, start), (trained, trunk)):
+        for role in roles:
+            if role is not None:
+                role.stand_on(below)
+
+
+def _reference(config: RunConfig, base: Base, actor: Policy, *, away: bool) -> Policy:
+    if away:
+        return hollow_copy(actor, share_head=base.shares_head)
+    reference = copy_policy(actor, share_head=base.shares_head)
+    _freeze(reference, config.precision.reference, base)
+    return reference
+
+
+def _freeze(role: Policy | Scorer, held: str, base: Base) -> None:
+    """In the type that a setting names; weights in fewer bits compute as the actor does."""
+    dtype = None if held in QUANTIZED else dtype_of(held, role.branch.compute_dtype)
+    freeze(role, dtype, with_language_head=not base.shares_head)
+
+
+def _critic_and_reward(
+    config: RunConfig, base: Base, room: Room, fresh: Scorer | None, reward: Path | None, *, away: bool
+) -> tuple[Scorer, Scorer | None]:
+    """`fresh` is a scorer on the base model, which one of the two becomes; a reward model that is `away` is neither."""
+    own, init = room.planned.weights["actor"], config.critic.init
+    scorer = None
+    critic = fresh
+    if reward is not None and fresh is not None and not (away and init == "base"):
+        with room.role("reward", own if init == "base" else 0):
+            scorer = fresh if init != "base" else copy_scorer(fresh)
+            load_role(reward, scorer, record_for(config, "scorer"))
+        with room.role("critic", own if init == "reward" and not away else 0):
+            critic = copy_scorer(scorer) if init == "reward" and not away else fresh
+    if init == "actor":
+        with room.role("critic", own):
+            critic = scorer_on(base.policy)
+    if reward is not None and critic is not None and away:
+        return critic, hollow_copy(critic, share_head=False)
+    if critic is None or critic is scorer:
+        raise ValueError(
+            f"critic.init = {init!r} needs a reward model, and reward.source = {config.reward.source!r} "
+            'has none; try critic.init = "actor" or "base"'
+        )
+    if scorer is not None:
+        _freeze(scorer, config.precision.reward, base)
+    return critic, scorer
+
+
+def frozen_roles(
+    config: RunConfig, base: Base, sft: Path | None, reward: Path | None, roles: Collection[str]
+) -> tuple[Policy | None, Scorer | None, dict[str, RoleWeights]]:
+    """Reference and reward as `assemble` makes them, those of them that `roles` names, and what their weights are.
+
+    The reference takes over the base's own weights; without one the reward model does.
+    """
+    weights: dict[str, RoleWeights] = {}
+    policy, scorer = base.policy, None
+    if "reward" in roles:
+        scorer = base.new_scorer() if "reference" in roles else scorer_over(policy)
+        assert reward is not None, "a run without a reward model serves none"
+        load_role(reward, scorer, record_for(config, "scorer"))
+        weights["reward"] = weights_of_role(base, scorer)
+        _freeze(scorer, config.precision.reward, base)
+    if "reference" in roles:
+        if sft is not None:
+            load_role(sft, policy, record_for(config, "policy"))
+        weights["reference"] = weights_of_role(base, policy)
+        _freeze(policy, config.precision.reference, base)
+    held: list[tuple[Policy | Scorer, str, str]] = []
+    if "reference" in roles:
+        held.append((policy, config.precision.reference, "reference"))
+    if scorer is not None:
+        held.append((scorer, config.precision.reward, "reward"))
+    for role, kind, name in held:
+        _hold(role, kind, base, name)
+        role.train()
+    return policy if "reference" in roles else None, scorer, weights
+
+
+def _hold(role: Policy | Scorer, kind: str, base: Base, setting: str) -> None:
+    """Hold the own weights of a frozen role in fewer bytes: the same numbers, or rounded ones where that is asked."""
+    if is_adapted(role.branch):
+        return
+    if kind in QUANTIZED:
+        quantize_checked(role, base.trunk, role.branch, kind, base.probe(), setting)
+    hold_narrowly(role.branch)
 
 
 def set_new_head_bias(critic: Scorer, mean_score: float) -> None:

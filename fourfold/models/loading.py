@@ -26,13 +26,17 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
 from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
-from fourfold.models.adapters import add_adapters, is_adapter
+from fourfold.memory.quantization import kind_of, quiet_imports
+from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead
 from fourfold.models.products import hold_as, prepare_for_decoding, rounded
+from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
+from fourfold.models.trunk import hold_as_masters_compute, layer_parameters
 from fourfold.planner.architectures import Architecture
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +68,20 @@ class Base:
         whole = tensor_bytes(p for part in parts for p in part.parameters())
         mine = self.policy.branch.num_layers
         depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
-        return Room.of(config, self.budget, whole, own, (depth, mine), self.policy.branch.hidden_size)
+        trained = 0
+        if self.trunk is not None and config.trunk.train:
+            trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
+        hidden = self.policy.branch.hidden_size
+        return Room.of(config, self.budget, whole, own, (depth, mine), hidden, trained, self.matrix_bytes())
+
+    def matrix_bytes(self) -> tuple[int, int]:
+        """Bytes of decoder layers' float matrices in what the roles share, and in what each of them has a copy of."""
+        trunk, branch = (0 if part is None else _matrix_bytes(part) for part in (self.trunk, self.policy.branch))
+        return (trunk + branch, 0) if is_adapted(self.policy.branch) else (trunk, branch)
+
+    def probe(self) -> Probe:
+        """Texts to compare roles on."""
+        return Probe.of(self.tokenizer, self.pad_id, next(self.policy.parameters()).device)
 
     def new_policy(self) -> Policy:
         """A policy with the base's weights and a branch of its own."""
@@ -73,6 +90,13 @@ class Base:
     def new_scorer(self) -> Scorer:
         """A scorer with a copy of the base's upper layers and a new (zero) head."""
         return scorer_on(self.policy)
+
+
+def _matrix_bytes(part: Part) -> int:
+    if kind_of(part):
+        return 0
+    named = [named for layer in part.layers for named in layer.named_parameters()]
+    return tensor_bytes(p for name, p in named if p.ndim == 2 and not is_adapter(name))
 
 
 def resolve_model(path: str, cache: Path) -> str:
@@ -108,6 +132,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
     folder = cache / f"{file.stem}-{digest}"
     if (folder / "config.json").is_file():
         return folder
+    quiet_imports()  # transformers imports torchao where it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("converting %s to %s (once)", file.name, folder)
@@ -140,6 +165,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
 
 def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`."""
+    quiet_imports()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     resolved = resolve_model(path, cache)
@@ -208,7 +234,10 @@ def load_base(config: RunConfig) -> Base:
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)
     room = _room_of_folder(config, budget)
-    with room.role("base model", sum(room.planned.weights.get(name, 0) for name in ("trunk", "base", "actor"))):
+    # The floats are there before they are quantised.
+    floats = config.model_copy(update={"precision": config.precision.model_copy(update={"frozen": "auto"})})
+    weights = _room_of_folder(floats, budget).planned.weights
+    with room.role("base model", sum(weights.get(name, 0) for name in ("trunk", "base", "actor"))):
         return _load_base(config, device, budget)
 
 
@@ -224,8 +253,12 @@ def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
     mine = {"none": layers, "trunk": min(config.trunk.branch_layers, layers), "adapters": 0}[mode]
     width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
     own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
-    whole = own + (total - mine * shape.layer_parameters) * width if mine < layers else own
-    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden)
+    shared = (layers - mine) * shape.layer_parameters if mine < layers else 0
+    rest = total - mine * shape.layer_parameters - shared if mine < layers else 0
+    whole = own + rest * width + held_bytes(config.precision.frozen, shared, shape.hidden, width)
+    matrices = (shared * width, mine * shape.layer_parameters * 4)
+    trained = (layers - mine) * shape.layer_parameters * 4 if config.trunk.train else 0
+    return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained, matrices)
 
 
 def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
@@ -241,7 +274,9 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     branch = cut(model, depth, total, compute_dtype=dtype)
     if mode != "adapters":
         branch.float()  # roles load float32 masters into it
-    trunk = cut(model, 0, depth, compute_dtype=dtype) if depth else None
+    trunk = cut(model, 0, depth, compute_dtype=dtype, leave_norm=True) if depth else None
+    if trunk is not None and config.trunk.train:
+        hold_as_masters_compute(trunk)
     if trunk is not None:
         verify_split(model, trunk, branch, tolerance=SPLIT_TOLERANCE[dtype])
     else:
@@ -255,29 +290,48 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         )
     eos_ids = end_ids(model, tokenizer, config.sampling.extra_eos_token_ids)
     pad = tokenizer.pad_token_id
-    policy = Policy(branch, LanguageHead.of(model)).to(device)
-    held = dtype_of(config.precision.frozen, dtype) if shared else dtype
-    if held != dtype:
-        _hold_shared(policy.head, trunk, held)
-    for part in (policy.branch, trunk):
-        if part is not None:
-            prepare_for_decoding(part)
-            budget.watch(part.layers)
-    if mode == "adapters":
-        add_adapters(policy.branch, config.adapters, seed=config.seed)
-        if held != dtype:
-            hold_as(policy.branch, held)
-    return Base(
+    base = Base(
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
-        policy=policy,
+        policy=Policy(branch, LanguageHead.of(model)).to(device),
         shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.
         pad_id=pad if pad is not None and 0 <= pad < rows else min(eos_ids),
         budget=budget,
     )
+    del model  # of the float weights only those are left that the base holds
+    _hold(config, base)
+    return base
+
+
+def _hold(config: RunConfig, base: Base) -> None:
+    """Hold the base as `precision.frozen` says, and put the adapters on it."""
+    branch, trunk, kind = base.policy.branch, base.trunk, config.precision.frozen
+    adapted, compute = config.sharing.mode == "adapters", branch.compute_dtype
+    narrow = kind not in QUANTIZED and dtype_of(kind, compute) != compute
+    if kind in QUANTIZED:
+        for part in (trunk, branch if adapted else None):
+            if part is not None:
+                quantize_checked(base.policy, trunk, part, kind, base.probe(), "frozen")
+    elif narrow:
+        _hold_shared(base.policy.head, trunk, dtype_of(kind, compute))
+    for part in (branch, trunk):
+        if part is not None:
+            prepare_for_decoding(part)
+            base.budget.watch(part.layers)
+    if adapted:
+        add_adapters(branch, config.adapters, seed=config.seed)
+        if narrow:
+            hold_as(branch, dtype_of(kind, compute))
+        _check_gradients(base)
+
+
+def _check_gradients(base: Base) -> None:
+    adapters = nn.ParameterList(adapter_parameters(base.policy.branch)).requires_grad_(True)
+    check_gradients(base.policy.branch, base.trunk, base.probe(), "adapters")
+    adapters.requires_grad_(False)
 
 
 def _hold_shared(head: LanguageHead, trunk: Part | None, dtype: torch.dtype) -> None:
@@ -302,7 +356,10 @@ def _trunk_depth(config: RunConfig, total: int) -> int:
         return 0
     if own >= total:
         instead = 'or use sharing.mode = "none"' if trunk else "or 0 for all"
-        raise ValueError(f"{key} = {own}: the model has {total} layers, so 1 to {total - 1} are allowed; {instead}")
+        least = 0 if trunk and config.trunk.train else 1
+        raise ValueError(
+            f"{key} = {own}: the model has {total} layers, so {least} to {total - 1} are allowed; {instead}"
+        )
     return total - own
 
 

@@ -1,15 +1,18 @@
-"""Where a frozen role's own weights are: kept, parked outside its phase, or streamed layer by layer through it.
+"""Where a frozen role's own weights are: kept, parked outside its phase, streamed layer by layer through it, or on the
+CPU below a GPU, where the role computes then.
 
-What several roles hold (a trunk with its language head, the base of adapters) stays where it is.
+What several roles hold (a trunk with its language head, the base of adapters) stays where it is; a role on the CPU has
+a copy of it there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,8 @@ from fourfold.memory.offload import Parked, Streamed
 from fourfold.memory.stores import layout_of, store_below
 from fourfold.models.roles import Policy, Scorer
 
-Mode = Literal["keep", "park", "stream"]
+Mode = Literal["keep", "park", "stream", "cpu"]
+HOST = torch.device("cpu")
 
 
 class RoleResidency:
@@ -27,7 +31,7 @@ class RoleResidency:
     def __init__(self, mode: Mode, role: Policy | Scorer, own: list[nn.Parameter], folder: Path) -> None:
         self.mode = mode
         device = own[0].device
-        self._device = device
+        self.device = device
         layers = role.branch.layers if mode == "stream" else []
         groups = [_of_module(layer, own) for layer in layers]
         streamed = {id(p) for group in groups for p in group}
@@ -46,9 +50,14 @@ class RoleResidency:
         self._parked_bytes = 0
 
     @property
+    def elsewhere(self) -> bool:
+        """Its tensors are this process's own."""
+        return False
+
+    @property
     def where(self) -> str:
         """For the table of roles."""
-        return f"{self._device}, {'parked on' if self.mode == 'park' else 'streamed from'} {self.tier}"
+        return f"{self.device}, {'parked on' if self.mode == 'park' else 'streamed from'} {self.tier}"
 
     @property
     def peak_layers(self) -> int:
@@ -79,8 +88,8 @@ class RoleResidency:
     def _close(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # seconds are those of the work, not of queueing it
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # seconds are those of the work, not of queueing it
         self._rest.leave()
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -105,7 +114,55 @@ def _of_module(module: nn.Module, own: list[nn.Parameter]) -> list[nn.Parameter]
     return [p for p in own if id(p) in mine]
 
 
+class HostResidency:
+    """A role that lives and computes on the host: what it reads comes down to it, what it says goes up again."""
+
+    device = HOST
+    elsewhere = False
+
+    def __init__(self, role: Policy | Scorer) -> None:
+        held = (*role.named_parameters(), *role.named_buffers())
+        # Deep copies whose tensors are on the host already; the modules that other roles hold too stay as they are.
+        memo: dict[int, Any] = {id(t): _on_host(t) for _, t in held}
+        for name, module in list(role.named_children()):
+            setattr(role, name, copy.deepcopy(module, memo))
+        self._depth = 0
+        self._seconds = 0.0
+
+    @property
+    def where(self) -> str:
+        """For the table of roles."""
+        return f"{self.device}, computes there"
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """It always is; the seconds are counted."""
+        started, outermost = time.perf_counter(), self._depth == 0
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._seconds += (time.perf_counter() - started) * outermost
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def take(self) -> dict[str, float]:
+        """Seconds that the role was in use; its weights never move."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"pass_seconds": seconds, "moved_bytes": 0.0}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    moved = tensor.detach().to(HOST)
+    return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+
+
 def place(role: Policy | Scorer, mode: Mode, own: list[nn.Parameter], folder: Path) -> None:
     """Hold a frozen role as `mode` says from now on; `own` are the tensors that nobody else holds."""
-    if mode != "keep" and own:
+    if mode == "cpu":
+        role.residency = HostResidency(role)
+    elif mode != "keep" and own:
         role.residency = RoleResidency(mode, role, own, folder)

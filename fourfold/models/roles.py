@@ -1,6 +1,7 @@
 """The four roles as modules, and the pass each of them makes over a batch.
 
-Every role reads `Activations`: the trunk's cached output where there is a trunk, the token ids where there is none.
+Every role reads `Activations`: the trunk's cached output where there is a frozen trunk, the token ids where there is
+none or where it is trained; a role that stands on a trunk passes ids through it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.activation_offload import offload_activations
 from fourfold.memory.activations import checkpoint_modules
-from fourfold.memory.offload import Residency, residency_of
-from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted
+from fourfold.memory.offload import Residency, absent, residency_of
+from fourfold.memory.optimizer_offload import OffloadedStates
+from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.products import rounded
 from fourfold.models.split import Part
 
 AnyRollout = TypeVar("AnyRollout", bound=Rollout)
+AnyRole = TypeVar("AnyRole", "Policy", "Scorer")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Activations:
     def select(self, rows: Tensor) -> Activations:
         """The same with these rows only."""
         return Activations(self.inputs[rows], self.mask[rows])
+
+    def to(self, device: torch.device) -> Activations:
+        """The same on another device."""
+        return Activations(self.inputs.to(device), self.mask.to(device))
 
     def states(self) -> Activations:
         """Without the last token of each row: the state after it belongs to no action, so most passes skip it."""
@@ -76,20 +83,51 @@ def micro_batch(batch: AnyRollout, activations: Activations, chosen: Tensor) -> 
     return part, Activations(activations.inputs[chosen, columns], activations.mask[chosen, columns])
 
 
-class Policy(nn.Module):
-    """Actor or reference: a branch and a language head."""
+class _Role(nn.Module):
+    """A branch, and the trunk below it where the role passes token ids through one."""
 
     residency: Residency | None = None  # how a frozen role is held that is not always in memory
+    masters: OffloadedStates | None = None  # where a trained role's float32 numbers are that lie below the device
+    _below: tuple[Part, ...] = ()
 
-    def __init__(self, branch: Part, head: LanguageHead) -> None:
+    def __init__(self, branch: Part) -> None:
         super().__init__()
         self.branch = branch
+
+    def stand_on(self, trunk: Part) -> None:
+        """From here on token ids go through this trunk, which stays another's: not among the role's parameters."""
+        self._below = (trunk,)  # a tuple, because a module would become the role's own
+
+    @property
+    def trunk(self) -> Part | None:
+        """What the role stands on; None where what it reads is the trunk's output already, or there is no trunk."""
+        return self._below[0] if self._below else None
+
+    def through(self, activations: Activations) -> Tensor:
+        """The branch's output [batch, time, hidden]; the trunk comes first for ids, where the role stands on one."""
+        inputs = activations.inputs
+        if self.trunk is not None and not inputs.is_floating_point():
+            inputs = self._through_trunk(self.trunk, activations)
+        return self.branch(inputs, activations.mask)
+
+    def _through_trunk(self, trunk: Part, activations: Activations) -> Tensor:
+        return trunk(activations.inputs, activations.mask)
+
+
+class Policy(_Role):
+    """Actor or reference: a branch and a language head."""
+
+    def __init__(self, branch: Part, head: LanguageHead) -> None:
+        super().__init__(branch)
         self.head = head
 
     def hidden_before(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
         """Hidden states before each response token, rows one after the other, padding left out."""
-        states = activations.states()
-        return self.branch(states.inputs, states.mask)[:, rollout.prompt_length - 1 :][rollout.response_mask]
+        return self.hidden_at(activations.states(), rollout)
+
+    def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
+        """The same from activations that are without the last token already."""
+        return self.through(states)[:, rollout.prompt_length - 1 :][rollout.response_mask]
 
     def log_probs(
         self,
@@ -100,8 +138,14 @@ class Policy(nn.Module):
         entropy: Entropy = "none",
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch response"]]:
         """Log-probs of the response tokens and entropies (0 where `entropy` is "none" or the mask is False)."""
+        return self.log_probs_of(self.hidden_before(activations, rollout), rollout, temperature, entropy=entropy)
+
+    def log_probs_of(
+        self, hidden: Float32[Tensor, "tokens hidden"], rollout: Rollout, temperature: float, *, entropy: Entropy
+    ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch response"]]:
+        """The same from the hidden states before each response token."""
         flat, entropies = self.head.log_probs(
-            self.hidden_before(activations, rollout),
+            hidden,
             rollout.sequences[:, rollout.prompt_length :][rollout.response_mask],
             temperature,
             self.branch.compute_dtype,
@@ -110,33 +154,46 @@ class Policy(nn.Module):
         return _unflatten(flat, rollout.response_mask), _unflatten(entropies, rollout.response_mask)
 
 
-class Scorer(nn.Module):
-    """Critic or reward model: a branch and a scalar head."""
+class Scorer(_Role):
+    """Critic or reward model: a branch and a scalar head.
 
-    residency: Residency | None = None
+    It never moves the trunk that it stands on: the critic's gradient into a trained trunk goes by way of
+    fourfold.training.joint, which scales it.
+    """
 
     def __init__(self, branch: Part, head: ScalarHead) -> None:
-        super().__init__()
-        self.branch = branch
+        super().__init__(branch)
         self.head = head
+
+    def _through_trunk(self, trunk: Part, activations: Activations) -> Tensor:
+        with torch.no_grad():
+            return super()._through_trunk(trunk, activations)
 
     def values(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "batch response"]:
         """V of the state before each response token; 0 where the response has ended."""
-        states = activations.states()
-        every = self.head(self.branch(states.inputs, states.mask)[:, rollout.prompt_length - 1 :])
-        return torch.where(rollout.response_mask, every, 0.0)
+        return self.values_of(self.hidden_at(activations.states(), rollout), rollout)
+
+    def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "batch response hidden"]:
+        """Hidden states before each response token, from activations that are without the last token already."""
+        return self.through(states)[:, rollout.prompt_length - 1 :]
+
+    def values_of(
+        self, hidden: Float32[Tensor, "batch response hidden"], rollout: Rollout
+    ) -> Float32[Tensor, "batch response"]:
+        """The same from the hidden states before each response token."""
+        return torch.where(rollout.response_mask, self.head(hidden), 0.0)
 
     def values_and_last(
         self, activations: Activations, rollout: Rollout
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
         """As `values`, and V of the state after the last response token."""
-        every = self.head(self.branch(activations.inputs, activations.mask)[:, rollout.prompt_length - 1 :])
+        every = self.head(self.through(activations)[:, rollout.prompt_length - 1 :])
         last = every.gather(1, rollout.lengths[:, None])[:, 0]
         return torch.where(rollout.response_mask, every[:, :-1], 0.0), last
 
     def scores(self, activations: Activations) -> Float32[Tensor, "batch"]:
         """The number at the last real token of each row."""
-        hidden = self.branch(activations.inputs, activations.mask)
+        hidden = self.through(activations)
         return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_index(activations.mask)])
 
 
@@ -157,13 +214,33 @@ def freeze(role: Policy | Scorer, dtype: torch.dtype | None = None, *, with_lang
     role.branch.compute_dtype = dtype = dtype or role.branch.compute_dtype
     if is_adapted(role.branch):
         # Beside trained ones in the same type they are float32, as those are.
-        held = [] if same else adapter_parameters(role.branch)
+        held = [] if same else [p for p in adapter_parameters(role.branch) if p.ndim >= 2]
     else:
-        parts = [role.branch, role.head] if isinstance(role, Policy) and with_language_head else [role.branch]
-        held = [p for part in parts for p in part.parameters()]
+        held = _matrices(role, with_language_head=with_language_head)
     for parameter in held:
+        parameter.data = rounded(parameter.data, dtype)
+
+
+def _matrices(role: Policy | Scorer, *, with_language_head: bool = True) -> list[nn.Parameter]:
+    """What is multiplied in the compute type whatever it is held in."""
+    if is_adapted(role.branch):
+        return []  # the base has its type already; adapters are float32
+    parts = [role.branch, role.head] if isinstance(role, Policy) and with_language_head else [role.branch]
+    return [p for part in parts for p in part.parameters() if p.ndim >= 2]
+
+
+def narrow_matrices(module: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Keep what autocast would cast for every product in the compute type; vectors stay as they are."""
+    for parameter in module.parameters():
         if parameter.ndim >= 2:
-            parameter.data = rounded(parameter.data, dtype)
+            parameter.data = parameter.data.to(compute_dtype)
+
+
+def narrowed(module: nn.Module) -> tuple[list[nn.Parameter], torch.dtype]:
+    """The trained parameters of a role whose passes need them in its compute type only, and that type."""
+    if not isinstance(module, Policy | Scorer):
+        return [], torch.float32
+    return [p for p in _matrices(module) if p.requires_grad], module.branch.compute_dtype
 
 
 def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: MemorySection | None = None) -> None:
@@ -172,11 +249,8 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: M
     A language head above a shared trunk belongs to the trunk (it is the embedding in most models) and stays frozen, and
     so does the base below adapters.
     """
-    if memory is not None and memory.checkpointing != "none":
-        layers = role.branch.layers if memory.checkpointing == "layers" else role.branch.attentions
-        checkpoint_modules(layers, memory.checkpoint_every)
-    if memory is not None and memory.activation_offload:
-        offload_activations(role.branch)
+    if memory is not None:
+        save_activations(role.branch, memory)
     role.requires_grad_(False)
     if is_adapted(role.branch):
         for p in adapter_parameters(role.branch):
@@ -192,6 +266,15 @@ def make_trainable(role: Policy | Scorer, *, with_language_head: bool, memory: M
         part.requires_grad_(True)
 
 
+def save_activations(part: Part, memory: MemorySection) -> None:
+    """Let what the backward pass of a trained part needs be kept, computed again or moved, as the settings say."""
+    if memory.checkpointing != "none":
+        layers = part.layers if memory.checkpointing == "layers" else part.attentions
+        checkpoint_modules(layers, memory.checkpoint_every)
+    if memory.activation_offload:
+        offload_activations(part)
+
+
 def copy_policy(policy: Policy, *, share_head: bool) -> Policy:
     """A second policy with weights of its own; with `share_head` both hold the same language head."""
     if share_head:
@@ -201,8 +284,14 @@ def copy_policy(policy: Policy, *, share_head: bool) -> Policy:
 
 def scorer_on(policy: Policy) -> Scorer:
     """A scorer with a copy of a policy's branch and a new (zero) head."""
+    scorer = scorer_over(policy)
+    return Scorer(copy_part(scorer.branch), scorer.head)
+
+
+def scorer_over(policy: Policy) -> Scorer:
+    """A scorer on the very branch of a policy, which then serves as nothing else, and a new (zero) head."""
     head = ScalarHead(policy.branch.hidden_size).to(next(policy.parameters()).device)
-    return Scorer(copy_part(policy.branch), head)
+    return Scorer(policy.branch, head)
 
 
 def copy_scorer(scorer: Scorer) -> Scorer:
@@ -210,18 +299,36 @@ def copy_scorer(scorer: Scorer) -> Scorer:
     return Scorer(copy_part(scorer.branch), copy.deepcopy(scorer.head))
 
 
+def hollow_copy(role: AnyRole, *, share_head: bool) -> AnyRole:
+    """The form of a role without weights of its own, for one that another process holds; what is shared is shared."""
+    adapted, memo = is_adapted(role.branch), dict[int, Any]()
+    for name, p in role.named_parameters():
+        of_base = adapted and name.startswith("branch.") and not is_adapter(name)
+        of_trunk = share_head and isinstance(role, Policy) and name.startswith("head.")
+        memo[id(p)] = p if of_base or of_trunk else nn.Parameter(absent(p), requires_grad=False)
+    return copy.deepcopy(role, memo)
+
+
 def checksum(modules: Iterable[nn.Module]) -> str:
     """BLAKE2 over the bytes of all parameters and buffers: two modules with one checksum hold the same numbers.
 
-    Tensors that are parked are read one at a time.
+    Tensors that are parked are read one at a time, and masters instead of what was rounded from them.
     """
+    return checksum_of(pair for module in modules for pair in _tensors(module))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    held = residency_of(module) or getattr(module, "masters", None)
+    # Without keep_vars the tensors would be other objects than those that are parked.
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
+        yield name, tensor if held is None else held.read(tensor)
+
+
+def checksum_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """BLAKE2 over names and bytes of tensors, in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for module in modules:
-        held = residency_of(module)
-        # Without keep_vars the tensors would be other objects than those that are parked.
-        for name, tensor in sorted(module.state_dict(keep_vars=True).items(), key=lambda item: item[0]):
-            tensor = tensor if held is None else held.read(tensor)
-            digest.update(name.encode())
-            content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            digest.update(content)
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(content)
     return digest.hexdigest()

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
-from fourfold.planner.advice import Held, advice, mib
+from fourfold.planner.advice import TRAINED_TRUNK, Held, advice, mib
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 
 @dataclass
@@ -21,17 +23,40 @@ class Room:
     loaded: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, budget: Budget, whole: int, own: int, layers: tuple[int, int], hidden: int) -> Room:
-        """For a model of `whole` bytes of which a role copies `own`; `layers` are the model's and a role's own."""
+    def of(
+        cls,
+        config: RunConfig,
+        budget: Budget,
+        whole: int,
+        own: int,
+        layers: tuple[int, int],
+        hidden: int,
+        trunk: int = 0,
+        matrices: tuple[int, int] = (0, 0),
+    ) -> Room:
+        """For a model of `whole` bytes of which a role copies `own`.
+
+        `layers` are the model's and a role's own, `matrices` the float bytes of decoder layers' matrices in what is
+        shared and in a role's copy, `trunk` the bytes of a trained trunk. One pass then gives the gradients of trunk,
+        actor and critic, those of the trunk twice where they are measured; otherwise one role's are there at a time.
+        """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
+        roles = [role for role in roles if role not in roles_at_a_service(config)]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
+        for role in ("reference", "reward"):
+            if role in weights and (kind := getattr(config.precision, role)) in QUANTIZED:
+                weights[role] += held_bytes(kind, matrices[1] // 4, hidden, 4) - matrices[1]
+        weights[TRAINED_TRUNK] = trunk
+        shares = (matrices[0] / max(whole - own, 1), matrices[1] / max(own, 1))
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
-            trained=2 * own,
-            gradients=2 * own if config.precision.compute == "float16" else own,  # docs/decisions/0009
-            states=4 * own,
+            matrix_shares=shares,
+            trained=2 * own + trunk,
+            gradients=_gradients(config, own, trunk),
+            states=4 * own + 2 * trunk,
             layers=layers[0],
             own_layers=layers[1],
+            trunk_layers=layers[0] - layers[1] if trunk else 0,
             hidden=hidden,
         )
         return cls(config, budget, planned)
@@ -52,3 +77,10 @@ class Room:
         need = f"; weights, gradients and optimizer states of the run need about {mib(needed)}" if needed else ""
         helps = proposed or "more memory, or a smaller model in model.path"
         return f"{shortage}. Loaded so far: {loaded}{need}. Would help most: {helps}"
+
+
+def _gradients(config: RunConfig, own: int, trunk: int) -> int:
+    """Bytes of the gradients that are there at a time, `own` those of one role."""
+    if trunk:
+        return own + trunk if config.trunk.alternate else 2 * own + 2 * trunk
+    return 2 * own if config.precision.compute == "float16" else own  # docs/decisions/0009

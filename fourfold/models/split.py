@@ -136,16 +136,22 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype) -> Part:
+def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype, leave_norm: bool = False) -> Part:
     """The layers [start, stop) of a causal LM; with the embedding when start is 0, with the norm when stop is the end.
 
-    A part from layer 0 shares its tensors with `model`; a part above it gets tensors of its own.
+    `leave_norm` is for a trunk of all layers: the norm is the branches'.
+
+    A part from layer 0 shares its tensors with `model`; a part above it gets tensors of its own. Above the last layer
+    (start = stop = the end) there is the norm alone.
     """
     layout = layout_of(model)
     whole = getattr(model, layout.body)
     total = len(getattr(whole, layout.layers))
-    if not 0 <= start < stop <= total:
-        raise ValueError(f"layers {start} to {stop} of a model with {total}: allowed are 0 <= start < stop <= {total}")
+    if not (0 <= start < stop <= total or start == stop == total):
+        raise ValueError(
+            f"layers {start} to {stop} of a model with {total}: allowed are 0 <= start < stop <= {total}, and "
+            f"{total} to {total} for the norm alone"
+        )
     config = copy.deepcopy(whole.config)
     config.num_hidden_layers = stop - start
     if getattr(config, "layer_types", None) is not None:
@@ -158,7 +164,7 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
         _renumber(layer, start)
     pieces = {
         layout.layers: nn.ModuleList(layers),
-        layout.norm: take(getattr(whole, layout.norm)) if stop == total else nn.Identity(),
+        layout.norm: nn.Identity() if leave_norm or stop < total else take(getattr(whole, layout.norm)),
         layout.embedding: getattr(whole, layout.embedding) if start == 0 else nn.Identity(),
     }
     if layout.learned_positions:
@@ -176,12 +182,34 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
 
 def _cast_output(part: Part, module: nn.Embedding, args: tuple, output: Tensor) -> Tensor:
     """Embedding look-ups are not autocast: without this, float32 masters and a frozen copy would differ below."""
-    dtype = part.compute_dtype
-    scale = getattr(module, "embed_scale", None)
-    if scale is None or output.dtype == dtype:
+    dtype, scale, weight = part.compute_dtype, getattr(module, "embed_scale", None), module.weight
+    narrow = weight.requires_grad and weight.dtype != torch.float32 and torch.is_grad_enabled()
+    if not narrow and (scale is None or output.dtype == dtype):
         return output.to(dtype)
+    if narrow:
+        weight.grad_dtype = torch.float32
+        rows = _WideGradient.apply(args[0], weight, module.padding_idx)
+    else:
+        rows = nn.functional.embedding(args[0], weight, module.padding_idx)
     # Gemma multiplies the look-up by a scale in the type of its weights: round first, as a frozen copy does.
-    return nn.functional.embedding(args[0], module.weight, module.padding_idx).to(dtype) * scale.to(dtype)
+    return rows.to(dtype) if scale is None else rows.to(dtype) * scale.to(dtype)
+
+
+class _WideGradient(torch.autograd.Function):
+    """A look-up in narrow weights whose gradient is added up in float32: a token that comes often has many addends."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding_idx = len(weight), -1 if padding_idx is None else padding_idx
+        return nn.functional.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        [gradient] = gradients
+        summed = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, ctx.padding_idx, False)
+        return None, summed, None
 
 
 def _renumber(layer: nn.Module, start: int) -> None:

@@ -44,25 +44,37 @@ class RoleRecord:
 
 
 def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
-    """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters."""
+    """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters.
+
+    A trained trunk goes with the actor. Where masters lie below the device, those.
+    """
+    read = Tensor.detach if role.masters is None else role.masters.read
+    return {name: read(tensor) for name, tensor in _own(role, shares_head).items()}
+
+
+def _own(role: Policy | Scorer, shares_head: bool) -> dict[str, Tensor]:
+    """The tensors that the role's passes use."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     adapted = is_adapted(role.branch)
-    for name, tensor in role.state_dict().items():
+    # Without keep_vars the tensors would be other objects than those that have masters.
+    for name, tensor in role.state_dict(keep_vars=True).items():
         if adapted and name.startswith("branch.") and not is_adapter(name):
             continue
         if shares_head and isinstance(role, Policy) and name.startswith("head."):
             continue
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
-            found[name] = tensor.detach()
+            found[name] = tensor
+    if isinstance(role, Policy) and role.trunk is not None:
+        found |= {f"trunk.{name}": tensor for name, tensor in role.trunk.named_parameters() if tensor.requires_grad}
     return found
 
 
 @torch.no_grad()
 def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, shares_head: bool) -> None:
     """Copy stored tensors into the role; a missing, surplus or misshapen one is a ValueError."""
-    targets = own_tensors(role, shares_head=shares_head)
+    targets = _own(role, shares_head)
     if missing := sorted(targets.keys() - tensors.keys()):
         raise ValueError(
             f"the stored role lacks {len(missing)} tensors, first {missing[0]!r}; it belongs to another model"
@@ -72,8 +84,9 @@ def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, share
     for name, target in targets.items():
         if target.shape != tensors[name].shape:
             raise ValueError(f"tensor {name!r}: stored shape {tuple(tensors[name].shape)}, model {tuple(target.shape)}")
+    write = Tensor.copy_ if role.masters is None else role.masters.write
     for name, target in targets.items():
-        target.copy_(tensors[name])
+        write(target, tensors[name])
 
 
 def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fourfold.config.schema import RunConfig
+from fourfold.planner.quantization import QUANTIZED, held_bytes
 
-# Settings that leave an update as it is, bit for bit: a run may be taken up again with others.
+# Settings that leave an update as it is, bit for bit (an offloaded optimizer on a GPU: but for the CPU's rounding of
+# Adam): a run may be taken up again with others.
 RESUMABLE = frozenset(
     {
         "memory.activation_offload",
@@ -21,8 +23,15 @@ RESUMABLE = frozenset(
         "memory.optimizer_residency",
         "reference.residency",
         "reward.residency",
+        "service.max_rows",
+        "service.retries",
+        "service.timeout_seconds",
+        "service.token_env",
+        "service.url",
     }
 )
+# How the trained copy of the trunk's layers is called among the weights.
+TRAINED_TRUNK = "trained trunk"
 # Adapters of four roles, gradients of one of them at a time, two moments of two.
 _ADAPTER_COPIES = 4 + 1 + 2 * 2
 
@@ -38,8 +47,10 @@ class Held:
     cache: int = 0  # the trunk's cached activations
     passing: int = 0  # activations and temporary tensors of the pass that was broken off
     process: int = 0  # interpreter, libraries, data
+    matrix_shares: tuple[float, float] = (0.0, 0.0)  # decoder layers' float matrices: of shared and of a role's bytes
     layers: int = 1  # of the model
     own_layers: int = 1  # of a trained role
+    trunk_layers: int = 0  # of a trained trunk
     hidden: int = 1
 
     def describe(self) -> str:
@@ -99,14 +110,27 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
         after = whole * narrow + _adapters(whole, held, config)
         yield Advice("sharing.mode", '"adapters"', round(weights + learning - after))
     elif mode == "trunk":
-        own = weights - held.weights.get("trunk", 0)
-        half = config.trunk.branch_layers // 2
-        if half:
-            share = 1 - half / config.trunk.branch_layers
-            yield Advice("trunk.branch_layers", str(half), round((own + learning) * share))
+        yield from _trunk(held, config, narrow)
     elif held.own_layers > 1:  # adapters: most of what their backward pass keeps lies in the layers that they are on
         half = held.own_layers // 2
         yield Advice("adapters.layers", str(half), round((learning + held.passing) * (1 - half / held.own_layers)))
+
+
+def _trunk(held: Held, config: RunConfig, narrow: float) -> Iterator[Advice]:
+    """Shorter branches; layers that a trained trunk takes over are there twice, trained and frozen."""
+    trained = held.weights.get(TRAINED_TRUNK, 0)
+    learning = held.gradients + held.states
+    a_byte = learning / max(held.trained, 1)  # of gradients and states, for each of trained weights
+    if trained:
+        yield Advice("trunk.train", "false", round(trained * (1 + a_byte)))
+    half = config.trunk.branch_layers // 2
+    if half:
+        share = 1 - half / config.trunk.branch_layers
+        own = sum(held.weights.values()) - held.weights.get("trunk", 0) - trained
+        saved = own + learning
+        if trained:
+            saved -= trained * a_byte + held.weights.get("actor", 0) * (1 + narrow + a_byte)
+        yield Advice("trunk.branch_layers", str(half), round(share * saved))
 
 
 def _adapters(whole: int, held: Held, config: RunConfig) -> float:
@@ -115,26 +139,41 @@ def _adapters(whole: int, held: Held, config: RunConfig) -> float:
 
 
 def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
-    """Frozen weights, cached and passing activations in half the bytes."""
-    if config.precision.compute == "float32":
-        frozen = sum(held.weights.values()) - held.trained
+    """Frozen weights, cached and passing activations in half the bytes; frozen matrices in 8 or 4 bits."""
+    precision = config.precision
+    parts = {"frozen": ("trunk", "base"), "reference": ("reference",), "reward": ("reward",)}
+    quantized = [name for key, names in parts.items() if getattr(precision, key) in QUANTIZED for name in names]
+    if precision.compute == "float32":
+        frozen = sum(size for name, size in held.weights.items() if name not in quantized) - held.trained
         yield Advice("precision.compute", '"bfloat16"', (max(frozen, 0) + held.cache + held.passing) // 2)
-    if config.precision.compute == "float32" and config.precision.frozen == "auto":
+    width = 4 if precision.compute == "float32" else 2
+    shared = sum(held.weights.get(name, 0) for name in parts["frozen"])
+    if config.sharing.mode == "trunk" and config.trunk.train:
+        shared = 0  # nothing but 'auto' is allowed beside it
+    if precision.compute == "float32" and precision.frozen == "auto":
         # A trunk's cached activations have its type.
-        shared = held.weights.get("trunk", 0) + held.weights.get("base", 0)
-        yield Advice("precision.frozen", '"bfloat16"', (shared + held.cache) // 2)
+        yield Advice("precision.frozen", '"bfloat16"', (shared + held.cache) // 2 if shared else 0)
+    matrices = shared * held.matrix_shares[0]
+    own = {role: held.weights.get(role, 0) * held.matrix_shares[1] for role in ("reference", "reward")}
+    for key, kind, size in (("frozen", "nf4", matrices), *((role, "int8", size) for role, size in own.items())):
+        if getattr(precision, key) == "auto":
+            saves = size - held_bytes(kind, size / width, held.hidden, width)
+            yield Advice(f"precision.{key}", f'"{kind}"', round(saves))
 
 
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
-        own = held.weights.get(role, 0)
+        own = 0 if residency == "service" else held.weights.get(role, 0)
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):
             yield Advice(f"{role}.residency", '"park"', own)
     if config.memory.optimizer_residency == "keep":
         yield Advice("memory.optimizer_residency", '"park"', held.states)
+    elif config.memory.optimizer_residency == "park":
+        narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
+        yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
     if "ppo" in config.stages and config.ppo.optimizer == "adamw":
         yield Advice("ppo.optimizer", '"adamw_8bit"', held.states // 2 * 3 // 4)
 
@@ -156,7 +195,7 @@ def _shorter(held: Held, config: RunConfig) -> Iterator[Advice]:
 
 def _activations(held: Held, config: RunConfig) -> Iterator[Advice]:
     """Both keep one layer's activations at a time."""
-    saves = round(held.passing * (1 - 1 / max(held.own_layers, 1)))
+    saves = round(held.passing * (1 - 1 / max(held.own_layers + held.trunk_layers, 1)))
     if config.memory.checkpointing == "none":
         yield Advice("memory.checkpointing", '"layers"', saves)
     if not config.memory.activation_offload:

@@ -26,12 +26,20 @@ class Lever:
     costs: str
     change: Change
     bound: float = 0.0  # "bounded": largest |difference of the weights' move| / |move| of one update on a tiny model
+    trunk_bound: float = 0.0  # the same for one that is exact but not over a cached trunk
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
+    not_benchmarked: str = ""  # why benchmarks/levers.py leaves it out; nothing: it does not
+
+    def bound_over(self, *, trunk: bool) -> float:
+        """The bound with or without a cached trunk; 0 is bit-equality."""
+        return self.bound + (self.trunk_bound if trunk else 0.0)
 
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
+TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
+HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
 # What a step within the backward pass needs.
 ONE_MICRO_BATCH: Mapping[str, Any] = {
     "ppo.mini_batch_size": 4,
@@ -49,7 +57,25 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the lower layers, their gradients and moments; most passes run the upper layers only",
         costs="the lower layers are not trained",
         change="other parameters",
-        excludes=("adapters", "adapters over a trunk"),
+        excludes=("trained trunk", "adapters", "adapters over a trunk"),
+    ),
+    Lever(
+        name="trained trunk",
+        where="fourfold.models.trunk",
+        settings={"sharing.mode": "trunk", "trunk.train": True},
+        baseline=SEPARATE,
+        saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
+        costs="no cached activations; a frozen copy of the lower layers for reference and reward",
+        change="other parameters",
+        excludes=(
+            "int8 base",
+            "nf4 base",
+            "trunk",
+            "adapters",
+            "adapters over a trunk",
+            "optimizer in backward",
+            "half-precision frozen roles",
+        ),
     ),
     Lever(
         name="adapters",
@@ -59,7 +85,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the whole base; gradients and moments but for the adapters",
         costs="low rank; two small products more for each matrix",
         change="other parameters",
-        excludes=("trunk", "adapters over a trunk"),
+        excludes=("trunk", "trained trunk", "adapters over a trunk", "int8 reference", "int8 reward"),
     ),
     Lever(
         name="adapters over a trunk",
@@ -69,7 +95,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="what both save",
         costs="only the upper layers adapt",
         change="other parameters",
-        excludes=("trunk", "adapters"),
+        excludes=("trunk", "trained trunk", "adapters", "int8 reference", "int8 reward"),
     ),
     Lever(
         name="checkpointing",
@@ -114,7 +140,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reference",),
+        excludes=("stream reference", "service reference"),
     ),
     Lever(
         name="stream reference",
@@ -123,7 +149,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reference",),
+        excludes=("park reference", "service reference"),
     ),
     Lever(
         name="park reward",
@@ -132,7 +158,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reward",),
+        excludes=("stream reward", "service reward"),
     ),
     Lever(
         name="stream reward",
@@ -141,7 +167,31 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reward",),
+        excludes=("park reward", "service reward"),
+    ),
+    Lever(
+        name="service reference",
+        where="fourfold.scoring.service.roles",
+        settings={"reference.residency": "service"},
+        baseline=SEPARATE,
+        saves="the reference's own weights, always: another process has them",
+        costs="a request a step; the service needs a base of its own",
+        change="exact",
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
+        excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
+        not_benchmarked="needs a second process that holds the role",
+    ),
+    Lever(
+        name="service reward",
+        where="fourfold.scoring.service.roles",
+        settings={"reward.residency": "service"},
+        baseline=SEPARATE,
+        saves="the reward model's own weights, always: another process has them",
+        costs="a request a step; the service needs a base of its own",
+        change="exact",
+        trunk_bound=1e-5,  # the service makes the trunk's activations anew
+        excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles"),
+        not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
         name="park optimizer",
@@ -150,6 +200,18 @@ LEVERS: tuple[Lever, ...] = (
         saves="Adam's moments but for one parameter's, always",
         costs="reading and writing them once an optimizer step",
         change="exact",
+        excludes=("offload optimizer",),
+    ),
+    Lever(
+        name="offload optimizer",
+        where="fourfold.memory.optimizer_offload",
+        settings={"memory.optimizer_residency": "offload", **HALF},
+        baseline=HALF,
+        saves="Adam's moments and gradients but for those of two parameters; half of the trained matrices; the "
+        "sampler's copy of the actor in the compute type",
+        costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
+        change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
+        excludes=("park optimizer", "half-precision frozen roles", "float16"),
     ),
     Lever(
         name="optimizer in backward",
@@ -159,7 +221,17 @@ LEVERS: tuple[Lever, ...] = (
         saves="the gradients of a role but for a few parameters' at a time",
         costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
         change="exact",
-        excludes=("micro-batches", "float16"),
+        excludes=("micro-batches", "trained trunk", "float16"),
+    ),
+    Lever(
+        name="overlap scoring",
+        where="fourfold.scoring.ahead",
+        settings={"sampling.overlap_scoring": True, "sampling.batch_size": 4},
+        baseline={"sampling.batch_size": 4},
+        saves="the seconds of reference and reward, as far as sampling leaves the processor room",
+        costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
+        change="bounded",  # as micro-batches: products of other shapes
+        bound=1e-4,
     ),
     Lever(
         name="adamw_8bit",
@@ -190,18 +262,72 @@ LEVERS: tuple[Lever, ...] = (
         costs="gradients of actor and critic at the same time; steps that overflow are skipped",
         change="bounded",
         bound=0.45,  # 0.03 to 0.05, but 0.3 on adapters over a trunk: Adam makes steps of gradients that are near 0
-        excludes=("bfloat16", "optimizer in backward"),
+        excludes=("bfloat16", "optimizer in backward", "offload optimizer"),
     ),
     Lever(
         name="half-precision frozen roles",
         where="fourfold.models.products",
         settings={"precision.frozen": "float16", "precision.reference": "float16", "precision.reward": "float16"},
-        baseline={"sharing.mode": "trunk"},  # without anything shared there is nothing that is held for all
+        baseline=TRUNK,  # without anything shared there is nothing that is held for all
         saves="half of trunk or base and of the frozen roles' own weights, while trained roles compute in float32",
         costs="rounded weights; every KL is biased by what pre-flight measures; a base is widened for each product",
         change="bounded",
         bound=0.1,
-        excludes=("bfloat16",),
+        excludes=(
+            "bfloat16",
+            "offload optimizer",
+            "int8 base",
+            "nf4 base",
+            "int8 reference",
+            "int8 reward",
+            "service reference",
+            "service reward",
+            "trained trunk",
+        ),
+    ),
+    # On tiny models of random weights, where a base in fewer bits soon draws other tokens, so that its step is another
+    # one of the same size; what real models lose, `fourfold bench quantization` says.
+    Lever(
+        name="int8 base",
+        where="fourfold.memory.quantization",
+        settings={"precision.frozen": "int8"},
+        baseline=TRUNK,
+        saves="half of the half-precision matrices in a shared trunk, or in the base below adapters",
+        costs="rounded weights; widening them for each product",
+        change="bounded",
+        bound=0.8,
+        excludes=("nf4 base", "trained trunk", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="nf4 base",
+        where="fourfold.memory.quantization",
+        settings={"precision.frozen": "nf4"},
+        baseline=TRUNK,
+        saves="three quarters of them (QLoRA)",
+        costs="weights of 4 bits; widening them for each product",
+        change="bounded",
+        bound=1.3,
+        excludes=("int8 base", "trained trunk", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="int8 reference",
+        where="fourfold.memory.quantization",
+        settings={"precision.reference": "int8"},
+        saves="half of the reference's own half-precision matrices",
+        costs="a KL that is off by the rounding; widening the weights for each product",
+        change="bounded",
+        bound=0.02,
+        excludes=("adapters", "adapters over a trunk", "service reference", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="int8 reward",
+        where="fourfold.memory.quantization",
+        settings={"precision.reward": "int8"},
+        saves="half of the reward model's own half-precision matrices",
+        costs="scores that are off by the rounding; widening the weights for each product",
+        change="bounded",
+        bound=0.1,
+        excludes=("adapters", "adapters over a trunk", "service reward", "half-precision frozen roles"),
     ),
 )
 

@@ -24,6 +24,18 @@ class PromptBatch:
         return PromptBatch(self.tokens[:rows], self.prompt_ids[:rows], self.seeds[:rows])
 
 
+class Listener(Protocol):
+    """Is told of the rows of a rollout while others are still to be sampled."""
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        ...
+
+    def finished(self, rollout: Rollout, activations: Activations) -> None:
+        """The next rows of the rollout, all but their `log_probs`, and what every pass over them starts from."""
+        ...
+
+
 class Sampler(Protocol):
     """Draws one response for each row of a `PromptBatch` from the policy as it is now."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,15 @@ from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, batch_size
-from fourfold.memory.offload import resident
-from fourfold.models.roles import Activations, Policy, Scorer, by_length, micro_batch
+from fourfold.memory.offload import is_elsewhere
+from fourfold.models.roles import Activations, Policy, Scorer
+from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.opinions import Asked, Opinions, ask, of_reference, of_reward, shortest_first
+from fourfold.scoring.service.roles import sent_ahead
 from fourfold.scoring.sources import RewardSource
 
-Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
+# The rollout and, for each row, whether its score is valid (bool [batch]).
+Scored = tuple[ScoredRollout, Tensor]
 
 
 @torch.no_grad()
@@ -31,92 +35,50 @@ def score(
     temperature: float,
     kl_estimator: str,
     micro_batch_size: int | BatchSize,
-) -> tuple[ScoredRollout, Tensor]:
-    """The scored rollout and, for each row, whether its score is valid (bool [batch]).
+    ahead: Ahead | None = None,
+) -> Scored:
+    """Ask reference, critic and reward about a rollout.
 
     One role after the other goes through the rollout, so that those that are not kept in memory come in once, alone.
+    Where reference and reward have been asked `ahead`, while the rollout was sampled, the critic works beside them.
+    Those at a service are asked at the start and heard at the end: they work while the others do.
     """
-    found = _Opinions.empty(rollout)
+    exact = kl_estimator == "full"
+    assert ahead is None or not exact, "the exact KL takes actor and reference at once"
+    found = Opinions.empty(rollout)
     size = batch_size(micro_batch_size, "score", "reference")
-    order = by_length(rollout, torch.arange(len(rollout.sequences), device=rollout.sequences.device))
+    asked_reference = of_reference(reference, temperature, size)
 
-    def of_reference(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        with size.working("reference"):
-            log_probs, _ = reference.log_probs(inputs, part, temperature)
-        with size.working("actor" if kl_estimator == "full" else "reference"):
-            kl = _kl(part, inputs, log_probs, actor, reference, temperature, kl_estimator)
-        return {"ref_log_probs": log_probs, "kl": kl}
+    def with_exact_kl(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        opinions = asked_reference(inputs, part)
+        with size.working("actor"):
+            return opinions | {"kl": _exact_kl(part, inputs, actor, reference, temperature)}
 
     def of_critic(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
         with size.working("critic"):
             return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
 
-    def of_reward(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        with size.working("reward"):
-            return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
-
-    for role, asked in ((reference, of_reference), (critic, of_critic), (reward, of_reward)):
-
-        def opinions(piece: slice, asked: Asked = asked) -> None:
-            part, inputs = micro_batch(rollout, activations, order[piece])
-            found.put(order[piece], **asked(inputs, part))
-
-        with resident(role):
-            size.through(len(order), opinions)
-    checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
-    for role, name in checked:
-        if not bool(torch.isfinite(getattr(found, name)).all()):
-            raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
-    claimed = found.scores[found.valid]
-    if bad := int((~torch.isfinite(claimed)).sum()):
-        raise RunFailed(
-            f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; the "
-            "last good checkpoint is kept"
-        )
+    roles: list[tuple[Any, Asked]] = [(critic, of_critic)]
+    if ahead is None:
+        first = (reference, with_exact_kl if exact else asked_reference)
+        roles = sorted([first, *roles, (reward, of_reward(reward, size))], key=lambda each: is_elsewhere(each[0]))
+    with sent_ahead([role for role, _ in roles], rollout, shortest_first(rollout), size.size, temperature):
+        for role, asked in roles:
+            ask(found, rollout, activations, role, asked, size)
+    if ahead is not None:
+        ahead.take(found)
+    if not exact:
+        kl = kl_estimate(rollout.log_probs, found.ref_log_probs, kl_estimator)
+        found.kl.copy_(torch.where(rollout.response_mask, kl, 0.0))
+    found.require_finite()
     scored = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
     return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **scored), found.valid
 
 
-@dataclass(frozen=True)
-class _Opinions:
-    """What the models say of a whole rollout, filled in as its micro-batches are done; 0 where a response has ended."""
-
-    ref_log_probs: Tensor
-    kl: Tensor
-    values: Tensor
-    last_values: Tensor
-    scores: Tensor
-    valid: Tensor
-
-    @classmethod
-    def empty(cls, rollout: Rollout) -> _Opinions:
-        tokens = torch.zeros_like(rollout.sampler_log_probs)
-        sequences = tokens.new_zeros(len(tokens))
-        valid = torch.zeros_like(sequences, dtype=torch.bool)
-        return cls(tokens, tokens.clone(), tokens.clone(), sequences, sequences.clone(), valid)
-
-    def put(self, rows: Tensor, **opinions: Tensor) -> None:
-        """Write the opinions on these rows; responses may be narrower than the rollout's."""
-        for name, opinion in opinions.items():
-            if opinion.ndim == 1:
-                getattr(self, name)[rows] = opinion
-            else:
-                getattr(self, name)[rows, : opinion.shape[1]] = opinion
-
-
-def _kl(
-    rollout: Rollout,
-    activations: Activations,
-    ref_log_probs: Tensor,
-    actor: Policy,
-    reference: Policy,
-    temperature: float,
-    estimator: str,
+def _exact_kl(
+    rollout: Rollout, activations: Activations, actor: Policy, reference: Policy, temperature: float
 ) -> Tensor:
-    """Per-token KL(actor, reference), 0 where the response has ended."""
-    mask = rollout.response_mask
-    if estimator != "full":
-        return torch.where(mask, kl_estimate(rollout.log_probs, ref_log_probs, estimator), 0.0)
+    """KL(actor, reference) of every token over the vocabulary, 0 where the response has ended."""
     exact = actor.head.full_kl(
         actor.hidden_before(activations, rollout),
         reference.head,
@@ -124,7 +86,7 @@ def _kl(
         temperature,
         (actor.branch.compute_dtype, reference.branch.compute_dtype),
     )
-    return torch.zeros_like(ref_log_probs).masked_scatter(mask, exact)
+    return torch.zeros_like(rollout.log_probs).masked_scatter(rollout.response_mask, exact)
 
 
 def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failure: str) -> Tensor:

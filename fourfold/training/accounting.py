@@ -6,8 +6,8 @@ the learn phase those of the mini-batches that were worked through. A test count
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,8 +17,13 @@ from fourfold.memory.meter import PassCounter
 from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
+from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
+from fourfold.scoring.ahead import Ahead
+
+if TYPE_CHECKING:
+    from fourfold.training.learner import Learned
 
 
 @dataclass
@@ -44,15 +49,21 @@ class Work:
         self.responses += int((rollout.response_mask if rows is None else rollout.response_mask[rows]).sum())
 
 
+@dataclass
+class TrunkWork:
+    """What a trained trunk did in learn; each product with a gradient of its output is a backward pass."""
+
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+
+
 class Accountant:
     """Turns the passes of a step into metrics."""
 
-    def __init__(self, models: FourModels, memory: MemorySection) -> None:
-        again = len(models.actor.branch.layers[:: memory.checkpoint_every])
-        self._again: dict[str, Any] = {
-            "layers_again": again if memory.checkpointing == "layers" else 0,
-            "attentions_again": again if memory.checkpointing == "attention" else 0,
-        }
+    def __init__(self, models: FourModels, memory: MemorySection, ahead: Ahead | None = None) -> None:
+        self._again = _forgotten(models.actor.branch, memory)
+        self._trunk_again = {} if models.trunk is None else _forgotten(models.trunk, memory)
+        self._trained_trunk = models.trunk is not None
         self._architecture = Architecture.from_config(models.base.config.to_dict())
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
@@ -62,23 +73,44 @@ class Accountant:
         self._adapter_parameters = sum(p.numel() for p in matrices)
         roles = {"reference": models.reference, "reward": models.reward}
         self._offloaded_seconds = 0.0
+        self._ahead = ahead
+        self._ahead_seconds = self._hidden_seconds = 0.0
         self._offloaded = {name: held for name, role in roles.items() if (held := residency_of(role)) is not None}
 
     def begin(self) -> None:
         """Forget what offloaded roles have done between two steps, in an evaluation or in pre-flight."""
         for held in self._offloaded.values():
             held.take()
+        if self._ahead is not None:
+            self._ahead.seconds()
 
     def hide_condition(self, generate_seconds: float) -> str:
-        """Whether the passes of offloaded roles are shorter than sampling; empty where all are kept in memory."""
+        """How much of the scoring was hidden behind sampling, or whether that of offloaded roles could be.
+
+        Empty where all roles are kept in memory and score in their own phase.
+        """
+        if self._ahead is not None:
+            return (
+                f"overlap: reference and reward scored for {self._ahead_seconds:.1f} s beside sampling "
+                f"({generate_seconds:.1f} s), {self._hidden_seconds:.1f} s of it hidden"
+            )
         if not self._offloaded:
             return ""
         roles = " and ".join(f"{name} ({held.where})" for name, held in self._offloaded.items())
         verdict = "could be" if self._offloaded_seconds < generate_seconds else "could not be"
         return (
             f"offload: scoring by {roles} took {self._offloaded_seconds:.1f} s, sampling {generate_seconds:.1f} s: it "
-            f"{verdict} hidden behind the next batch's sampling"
+            f"{verdict} hidden behind the next batch's sampling (sampling.overlap_scoring)"
         )
+
+    def _overlap(self) -> dict[str, float]:
+        """Seconds of the scoring beside sampling, and how much of them nobody waited for."""
+        if self._ahead is None:
+            return {}
+        worked, hidden = self._ahead.seconds()
+        self._ahead_seconds += worked
+        self._hidden_seconds += hidden
+        return {"score_ahead_seconds": worked, "score_hidden_seconds": hidden, "score_hidden_share": hidden / worked}
 
     def _offload(self) -> dict[str, float]:
         """Seconds and traffic of the roles that are not kept in memory; nothing where all are."""
@@ -90,33 +122,47 @@ class Accountant:
             self._offloaded_seconds += found["offloaded_pass_seconds"]
         return found
 
-    def step(self, rollout: Rollout, actor: Work, critic: Work, *, full_kl: bool) -> dict[str, float]:
-        """Metrics of a step whose learn phase took `actor` and `critic` forward and backward."""
+    def step(self, rollout: Rollout, learned: Learned, *, full_kl: bool) -> dict[str, float]:
+        """Metrics of a step with this learn phase."""
         counter, whole, states = PassCounter(), Work(), Work()
         whole.add(rollout)
         states.add(rollout, with_last=False)
         if self._trunk_layers:
             self._forward(counter, "trunk", "generate", whole, self._trunk_layers, "none")
-        for _ in ("sampling", "log-probs by the training engine"):
-            self._forward(counter, "actor", "generate", states, self._branch_layers, "lm")
+        self._forward(counter, "actor", "generate", states, self._branch_layers, "lm")
+        self._from_ids(counter, "actor", "generate", states, "lm")  # log-probs by the training engine
         for role in ("actor", "reference") if full_kl else ():
-            self._forward(counter, role, "score", states, self._branch_layers, "lm")
-        self._forward(counter, "reference", "score", states, self._branch_layers, "lm")
-        self._forward(counter, "critic", "score", whole, self._branch_layers, "scalar")
+            self._from_ids(counter, role, "score", states, "lm")
+        self._from_ids(counter, "reference", "score", states, "lm")
+        self._from_ids(counter, "critic", "score", whole, "scalar")
         if self._has_reward:
-            self._forward(counter, "reward", "score", whole, self._branch_layers, "scalar")
-        trained_roles: tuple[tuple[str, Work, Head], ...] = (("actor", actor, "lm"), ("critic", critic, "scalar"))
+            self._from_ids(counter, "reward", "score", whole, "scalar")
+        self._learn(counter, learned)
+        return counter.take(whole.rows) | self._offload() | self._overlap()
+
+    def _learn(self, counter: PassCounter, learned: Learned) -> None:
+        trained_roles: tuple[tuple[str, Work, Head], ...] = (
+            ("actor", learned.actor, "lm"),
+            ("critic", learned.critic, "scalar"),
+        )
         for role, work, head in trained_roles:
             self._forward(counter, role, "learn", work, self._branch_layers, head)
             trained = head == "scalar" or self._head_trained
-            flops = backward_flops(
-                **self._sizes(work, self._branch_layers, head),
-                head_trained=trained,
-                head_tokens_again=work.head_again,
-                **self._again,
-            )
+            sizes = self._sizes(work, self._branch_layers, head)
+            flops = backward_flops(**sizes, head_trained=trained, head_tokens_again=work.head_again, **self._again)
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
-        return counter.take(whole.rows) | self._offload()
+        if self._trained_trunk:
+            self._forward(counter, "trunk", "learn", learned.trunk.forward, self._trunk_layers, "none")
+            work = learned.trunk.backward
+            sizes = self._sizes(work, self._trunk_layers, "none")
+            flops = backward_flops(**sizes, head_trained=False, **self._trunk_again)
+            counter.count("trunk", "learn", "backward", work.rows, work.tokens, flops)
+
+    def _from_ids(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head) -> None:
+        """A pass of a role over the cached trunk, or through the one that it stands on."""
+        if self._trained_trunk:
+            self._forward(counter, "trunk", phase, work, self._trunk_layers, "none")
+        self._forward(counter, role, phase, work, self._branch_layers, head)
 
     def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
         counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))
@@ -131,3 +177,12 @@ class Accountant:
             "head_tokens": 0 if head == "none" else work.responses,
             "adapter_parameters": 0 if head == "none" else self._adapter_parameters,
         }
+
+
+def _forgotten(part: Part, memory: MemorySection) -> dict[str, Any]:
+    """What the backward pass of a part computes again."""
+    again = len(part.layers[:: memory.checkpoint_every])
+    return {
+        "layers_again": again if memory.checkpointing == "layers" else 0,
+        "attentions_again": again if memory.checkpointing == "attention" else 0,
+    }

@@ -29,6 +29,7 @@ class Census:
     optimizers: Iterable[RoleOptimizer]
     weights: Callable[[], Mapping[str, int]]
     cached: Callable[[], int] | None = None  # activations of the trunk; else `cached_bytes` says
+    set_aside: Callable[[], int] = lambda: 0  # gradients that are not at their parameters
 
     def __post_init__(self) -> None:
         if self.budget.bytes:
@@ -51,23 +52,34 @@ class Census:
 
     def _known(self) -> int:
         states = sum(optimizer.state_bytes() for optimizer in self.optimizers)
-        gradients = tensor_bytes(p.grad for p in self._parameters())
-        return sum(self.weights().values()) + states + gradients + self._cached()
+        return sum(self.weights().values()) + states + self._gradients() + self._cached()
+
+    def _gradients(self) -> int:
+        return tensor_bytes(p.grad for p in self._parameters()) + self.set_aside()
+
+    def _matrix_shares(self) -> tuple[float, float]:
+        """Of what roles share, and of a role's own: the share of decoder layers' float matrices."""
+        shared, own = self.base.matrix_bytes()
+        base = [self.base.policy, *([] if self.base.trunk is None else [self.base.trunk])]
+        whole = tensor_bytes(p for module in base for p in module.parameters())
+        return shared / max(whole - own, 1), own / max(tensor_bytes(self.base.policy.branch.parameters()), 1)
 
     def held(self, resident: int) -> Held:
         """What is resident now, when all of it together is `resident` bytes."""
-        own = [module.get_submodule("branch") for module in self.trained.values()]
+        own = [getattr(module, "branch", None) for module in self.trained.values()]
         config = self.base.config
         return Held(
             weights=self.weights(),
             trained=tensor_bytes(self._parameters()),
-            gradients=tensor_bytes(p.grad for p in self._parameters()),
+            gradients=self._gradients(),
             states=sum(optimizer.state_bytes() for optimizer in self.optimizers),
             cache=self._cached(),
             passing=max(resident - self._known() - self._process, 0),
             process=self._process,
+            matrix_shares=self._matrix_shares(),
             layers=int(getattr(config, "num_hidden_layers", 1)),
             own_layers=max(int(getattr(part, "num_layers", 1)) for part in own),
+            trunk_layers=int(getattr(self.trained.get("trunk"), "num_layers", 0)),
             hidden=int(getattr(config, "hidden_size", 1)),
         )
 

@@ -117,6 +117,25 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") 
     return found
 
 
+def sft_model(folder: RunFolder) -> Path | None:
+    """What the stage sft has left, if it has finished."""
+    return folder.model("sft") if folder.finished("sft") is not None else None
+
+
+def reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The reward model that ppo uses; None where a function stands for it."""
+    if config.reward.source == "function":
+        return None
+    if config.reward.source == "checkpoint":
+        return Path(config.reward.checkpoint).expanduser()
+    if folder.finished("reward") is None:
+        raise ValueError(
+            f"ppo needs a reward model and {folder.stage('reward')} has none; run the stage reward first, "
+            'or set reward.source = "checkpoint" or "function"'
+        )
+    return folder.model("reward")
+
+
 def saved_config(root: Path) -> RunConfig:
     """The settings of the run in a folder."""
     path = root / CONFIG

@@ -123,7 +123,7 @@ def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> 
     )
 
 
-def _eos(base: Base) -> int:
+def end_of_text(base: Base) -> int:
     """The EOS that ends a text in training: the tokenizer's own where it has one."""
     own = base.tokenizer.eos_token_id
     return own if own in base.eos_ids else min(base.eos_ids)
@@ -134,7 +134,7 @@ def _texts(config: RunConfig, base: Base, records: list[TextRecord], name: str, 
         return []
     data = config.data
     encoded, report = encode_texts(
-        base.tokenizer, records, eos_id=_eos(base), max_tokens=data.max_text_tokens, truncation=data.truncation
+        base.tokenizer, records, eos_id=end_of_text(base), max_tokens=data.max_text_tokens, truncation=data.truncation
     )
     say(f"data.{name}: {report.describe()}")
     return encoded
@@ -145,7 +145,7 @@ def _pairs(config: RunConfig, base: Base, records: list[PairRecord], name: str, 
         return []
     data = config.data
     encoded, report, mismatch = encode_pairs(
-        base.tokenizer, records, eos_id=_eos(base), max_tokens=data.max_text_tokens, truncation=data.truncation
+        base.tokenizer, records, eos_id=end_of_text(base), max_tokens=data.max_text_tokens, truncation=data.truncation
     )
     say(f"data.{name}: {report.describe()}; tokens differ at the prompt's end in {mismatch:.1%} of the pairs")
     return [(pair.chosen, pair.rejected) for pair in encoded]

@@ -24,7 +24,7 @@ from fourfold.models.loading import Base, device_of, load_base
 from fourfold.models.storage import stored_tensors
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
-from fourfold.training.folder import SUMMARY, RunFolder
+from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
@@ -50,12 +50,18 @@ def prepare(config: RunConfig) -> RunConfig:
         raise ValueError("\n".join(problems))
     if config.reward.source == "function":
         import_function(config.reward.function)
+    config = on_this_machine(config)
+    _seed_all(config.seed)
+    return config
+
+
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """The settings resolved and their types checked again, and torch's threads set as they say."""
+    if config.system.threads:
+        torch.set_num_threads(config.system.threads)
     config = resolve(config)
     if problems := list(precision(config)):
         raise ValueError("\n".join(problems))
-    if config.system.threads:
-        torch.set_num_threads(config.system.threads)
-    _seed_all(config.seed)
     return config
 
 
@@ -83,7 +89,7 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
     if reward.source == "checkpoint":
         _check_stored_scorer(config, Path(reward.checkpoint).expanduser())
     elif "ppo" in config.stages and folder.finished("ppo") is None and "reward" not in config.stages:
-        _reward_model(config, folder)
+        reward_model(config, folder)
     if _reward_lacks_sft(config, folder) and is_given(config, "reward.init"):
         raise ValueError(
             f"reward.init: given 'sft', but stages has no sft and {folder.stage('sft')} no finished one; run the stage "
@@ -150,7 +156,7 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: R
     if "reward" in todo:
         _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
     if "ppo" in todo:
-        stores = Stores(_sft_model(folder), _reward_model(config, folder))
+        stores = Stores(sft_model(folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
 
@@ -160,12 +166,11 @@ def planned_ppo(config: RunConfig, prompts: int) -> str:
     ppo = config.ppo
     responses = ppo.steps * ppo.rollout_batch_size
     drawn = responses // config.sampling.responses_per_prompt
-    critic = ppo.steps * ppo.updates_a_rollout
-    actor = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
+    steps = config.optimizer_steps
     return (
         f"ppo: {ppo.steps:,} steps x {ppo.rollout_batch_size:,} = {responses:,} responses to {drawn:,} prompts "
-        f"({drawn / prompts:.1f} times the {prompts:,} given); {actor:,} optimizer steps of the actor, {critic:,} of "
-        "the critic"
+        f"({drawn / prompts:.1f} times the {prompts:,} given); {steps['actor']:,} optimizer steps of the actor, "
+        f"{steps['critic']:,} of the critic"
     )
 
 
@@ -179,7 +184,7 @@ def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) ->
         inputs.pairs,
         inputs.pairs_test,
         inputs.texts,
-        _sft_model(folder),
+        sft_model(folder),
         folder.stage("reward"),
     )
 
@@ -198,23 +203,6 @@ def _stage(
         raise
     folder.note_spent(meter.totals())
     folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})
-
-
-def _sft_model(folder: RunFolder) -> Path | None:
-    return folder.model("sft") if folder.finished("sft") is not None else None
-
-
-def _reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
-    if config.reward.source == "function":
-        return None
-    if config.reward.source == "checkpoint":
-        return Path(config.reward.checkpoint).expanduser()
-    if folder.finished("reward") is None:
-        raise ValueError(
-            f"ppo needs a reward model and {folder.stage('reward')} has none; run the stage reward first, "
-            'or set reward.source = "checkpoint" or "function"'
-        )
-    return folder.model("reward")
 
 
 def summarise_run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fourfold.backends.local import LocalOptimizer
 from fourfold.backends.scaling import LossScale
-from fourfold.config.schema import MemorySection, RunConfig
+from fourfold.config.schema import MemorySection, OptimizerSection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
@@ -19,21 +22,27 @@ from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import Base
+from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
-from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import save_role
+from fourfold.models.trunk import layer_parameters
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
+from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder
+from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
+from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.rows import TIMED_PHASES
+from fourfold.training.services import reference_at_service, reward_at_service
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
-from fourfold.training.update import Learner
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -56,6 +65,8 @@ def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
             on_failure=config.reward.on_failure,
         )
     assert models.reward is not None, "assemble has loaded the reward model"
+    if config.reward.residency == "service":
+        return reward_at_service(config, models.base, models.reward, models.critic)
     return ModelReward(models.reward)
 
 
@@ -78,25 +89,18 @@ def build_trainer(
         score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
-    place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
-    if models.reward is not None:
-        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+    _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
     sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
-    census = Census(
-        config,
-        models.base,
-        {"actor": models.actor, "critic": models.critic},
-        (learner.actor_optimizer, learner.critic_optimizer),
-        lambda: {row.model: row.bytes for row in role_rows(models)},
-    )
+    census = _census(config, models, learner)
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
+    ahead = _ahead(config, models, reward, sizes)
     trainer = Trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings, sizes),
+        sampler=LocalSampler(models.base, models.actor, settings, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
@@ -112,6 +116,7 @@ def build_trainer(
         trackers=[],
         meter=meter,
         judge=make_judge(evaluation.judge),
+        ahead=ahead,
         callbacks=callbacks,
     )
     resumed = trainer.resume()
@@ -121,25 +126,74 @@ def build_trainer(
     return trainer
 
 
+def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
+    trained: dict[str, nn.Module] = {"actor": models.actor, "critic": models.critic}
+    trunk = learner.trunk
+    if trunk is not None:
+        trained["trunk"] = trunk.part
+    return Census(
+        config,
+        models.base,
+        trained,
+        learner.optimizers().values(),
+        weights=lambda: {row.model: row.resident_bytes for row in role_rows(models)},
+        set_aside=lambda: 0 if trunk is None else trunk.gradients.bytes,
+    )
+
+
+def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
+    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
+    if config.reference.residency == "service":
+        models.reference = reference_at_service(config, models.base, models.reference, models.actor)
+    else:
+        place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.reward is not None and config.reward.residency != "service":
+        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+
+
+def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: BatchSizes) -> Ahead | None:
+    """Scoring beside sampling, where the settings ask for it."""
+    if not config.sampling.overlap_scoring:
+        return None
+    if not 0 < config.sampling.batch_size < config.ppo.rollout_batch_size:
+        log.warning(
+            "sampling.overlap_scoring: sampling.batch_size = %d takes the whole rollout of %d at once, so scoring "
+            "starts when sampling is over, beside log-probs and the critic only; give a smaller sampling.batch_size",
+            config.sampling.batch_size,
+            config.ppo.rollout_batch_size,
+        )
+    return Ahead(models.reference, reward, config.sampling.temperature, sizes.ahead)
+
+
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
     """The trained roles with their optimizers, whose states are made at once."""
-    ppo, memory = config.ppo, config.memory
-    actor_steps = (ppo.steps - config.critic.warmup_rollouts) * ppo.updates_a_rollout
-    room, scale = models.base.room(config), LossScale.of(config.precision, models.base.budget.device)
-    critic_steps = ppo.steps * ppo.updates_a_rollout
-    both: dict[str, Any] = {"memory": memory, "folder": folder, "loss_scale": scale}
-    with room.role("actor's optimizer", _moments(models.actor, memory)):
-        actor = LocalOptimizer("actor", models.actor, ppo, total_steps=actor_steps, **both)
-    with room.role("critic's optimizer", _moments(models.critic, memory)):
-        critic = LocalOptimizer("critic", models.critic, config.critic, total_steps=critic_steps, **both)
-    return Learner(models.actor, models.critic, actor, critic)
+    memory, room, steps = config.memory, models.base.room(config), config.optimizer_steps
+    given: dict[str, Any] = {
+        "memory": memory,
+        "folder": folder,
+        "loss_scale": LossScale.of(config.precision, models.base.budget.device),
+    }
+
+    def optimizer(name: str, module: nn.Module, settings: OptimizerSection, total_steps: int) -> LocalOptimizer:
+        with room.role(f"{name}'s optimizer", _moments(module, memory)):
+            return LocalOptimizer(name, module, settings, total_steps=total_steps, **given)
+
+    actor = optimizer("actor", models.actor, config.ppo, steps["actor"])
+    critic = optimizer("critic", models.critic, config.critic, steps["critic"])
+    trunk = None
+    if models.trunk is not None and models.base.trunk is not None:
+        # Warm-up, schedule, clipping and decay are the actor's: without the actor the trunk never steps.
+        slower = {"learning_rate": config.trunk.lr_scale * config.ppo.learning_rate}
+        stepped = optimizer("trunk", models.trunk, config.ppo.model_copy(update=slower), steps["actor"])
+        gradients = TrunkGradients(layer_parameters(models.trunk))
+        trunk = TrunkLearner(models.trunk, models.base.trunk, stepped, config.trunk, gradients)
+    return Learner(models.actor, models.critic, actor, critic, trunk)
 
 
-def _moments(role: Policy | Scorer, memory: MemorySection) -> int:
-    """Bytes of AdamW's two float32 moments of what is trained; parked ones take no memory."""
-    return (
-        0 if memory.optimizer_residency == "park" else 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad)
-    )
+def _moments(role: nn.Module, memory: MemorySection) -> int:
+    """Bytes of AdamW's two float32 moments of what is trained; those that lie elsewhere take no memory."""
+    kept = memory.optimizer_residency == "keep"
+    return 2 * tensor_bytes(p for p in role.parameters() if p.requires_grad) if kept else 0
 
 
 def train_ppo(
@@ -175,7 +229,7 @@ def train_ppo(
             ),
         )
         progress.advance(trainer.progress.step)
-        resident = {row.model: row.bytes for row in role_rows(models)}
+        resident = {row.model: row.resident_bytes for row in role_rows(models)}
         timeline.append(Timeline(stage, step=trainer.progress.step, resident=resident))
         try:
             _check_and_run(trainer, folder, meter, say)
@@ -196,6 +250,7 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     say(report.describe())
     if (warning := report.warning()) is not None:
         say(f"warning: {warning}")
+    check_trained_gradients(trainer.models)
     folder.write_json("ppo/preflight.json", report.as_dict())
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)
@@ -205,6 +260,12 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     sampled = meter.totals().get("generate")
     if sampled is not None and (said := trainer.accountant.hide_condition(sampled.seconds)):
         say(said)
+
+
+def check_trained_gradients(models: FourModels) -> None:
+    """Above a quantised base: what actor and critic would learn from, now that a rollout has been sampled."""
+    for name, role in (("actor", models.actor), ("critic", models.critic)):
+        check_gradients(role.branch, models.base.trunk, models.base.probe(), name)
 
 
 def describe_roles(trainer: Trainer) -> str:

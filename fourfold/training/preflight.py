@@ -17,8 +17,12 @@ from fourfold.batch import ScoredRollout
 from fourfold.config.schema import PrecisionSection, RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
+from fourfold.memory.offload import is_elsewhere
+from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Activations
+from fourfold.models.split import Part
+from fourfold.planner.quantization import QUANTIZED
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,12 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class ReferenceBias:
-    """What KL reads where it is 0, because the reference computes otherwise than the actor: log p - log p_held of the
-    same weights, p in the actor's numerics, p_held in the reference's; nats."""
+    """What KL reads where it is 0, because the reference computes otherwise than the actor; nats.
+
+    The difference is log p - log p_held of the same weights, p in the actor's numerics, p_held in the reference's. Its
+    mean over tokens drawn from p estimates KL(p, p_held), which every KL is off by; its size at a single token is
+    noise, which a mean over tokens takes out, and is reported only.
+    """
 
     per_token_mean: float
     per_sequence_mean: float
@@ -102,8 +110,8 @@ class Preflight:
         return (
             f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token ({bias.per_sequence_mean:+.2e} a "
             f"sequence), |difference| {bias.absolute_mean:.2e} on average and {bias.absolute_max:.2e} at most, {when} "
-            f"on {bias.tokens:,} tokens: it computes in {self.reference_dtype.removeprefix('torch.')}, the actor in "
-            f"{self.actor_dtype.removeprefix('torch.')}"
+            f"on {bias.tokens:,} tokens: it is held in {self.reference_dtype.removeprefix('torch.')}, and the actor "
+            f"computes in {self.actor_dtype.removeprefix('torch.')}"
         )
 
 
@@ -135,7 +143,7 @@ def _measure(
     actor, temperature, differs = models.actor, config.sampling.temperature, config.precision.reference_differs
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
-    bounds = BOUNDS[actor.branch.compute_dtype]
+    bounds = bounds_of(actor.branch, models.base.trunk)
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -147,11 +155,11 @@ def _measure(
         sampler_gap_mean=sampler[0],
         sampler_gap_max=sampler[1],
         actor_dtype=str(actor.branch.compute_dtype),
-        reference_dtype=str(models.reference.branch.compute_dtype),
+        reference_dtype=_held(models, config),
         fresh=fresh,
         reference_bias=ReferenceBias.measured(scored) if differs and fresh else None,
     )
-    if actor.branch.compute_dtype != models.reference.branch.compute_dtype and not differs:
+    if result.actor_dtype != result.reference_dtype and not differs:
         raise RunFailed(
             f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
             "them would be biased; give both the same precision"
@@ -165,7 +173,10 @@ def _measure(
     if result.reference_bias is not None:
         _require_small(result.reference_bias, config.precision)
     elif fresh:
-        _require("KL to the reference is not 0 at step 0", kl, bounds.kl, "the reference is not the actor as it starts")
+        # A service makes the trunk's activations anew, as the trainer does after the sampler.
+        anew = models.base.trunk is not None and is_elsewhere(models.reference)
+        allowed = bounds.sampler if anew else bounds.kl
+        _require("KL to the reference is not 0 at step 0", kl, allowed, "the reference is not the actor as it starts")
     _require(
         "sampler and trainer disagree on log-probs",
         sampler,
@@ -175,13 +186,31 @@ def _measure(
     return result
 
 
+def _held(models: FourModels, config: RunConfig) -> str:
+    """How the reference's own weights are held: in fewer bits, or in the type that it computes in."""
+    kind = config.precision.reference
+    return kind if kind in QUANTIZED else str(models.reference.branch.compute_dtype)
+
+
+def bounds_of(*parts: Part | None) -> Bounds:
+    """Of the roughest numerics among the parts that a policy passes through.
+
+    Activations in int8 carry as few bits as bfloat16, and sums in another order move them.
+    """
+    found = [
+        BOUNDS[torch.bfloat16 if kind_of(p) == "int8_dynamic" else p.compute_dtype] for p in parts if p is not None
+    ]
+    return max(found, key=lambda bounds: bounds.ratio)
+
+
 def _require_small(bias: ReferenceBias, precision: PrecisionSection) -> None:
-    if not bias.absolute_mean <= precision.max_reference_bias:
+    if not abs(bias.per_token_mean) <= precision.max_reference_bias:
         raise RunFailed(
-            f"pre-flight: the reference in {precision.reference} and in the actor's own numerics ({precision.compute}) "
-            f"differ by {bias.absolute_mean:.2e} nats a token on average (allowed by precision.max_reference_bias: "
-            f"{precision.max_reference_bias:g}), so that every KL is biased by {bias.per_token_mean:+.2e} a token and "
-            f"{bias.per_sequence_mean:+.2e} a sequence; leave out precision.reference, or allow more"
+            f"pre-flight: the reference in {precision.reference} biases every KL by {bias.per_token_mean:+.2e} nats a "
+            f"token (allowed by precision.max_reference_bias: {precision.max_reference_bias:g}) and "
+            f"{bias.per_sequence_mean:+.2e} a sequence: against the same weights in the actor's own numerics "
+            f"({precision.compute}), |difference| is {bias.absolute_mean:.2e} on average and {bias.absolute_max:.2e} "
+            "at most; leave out precision.reference, or allow more"
         )
 
 

@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
 from fourfold.memory.precision import DTYPES, dtype_of
+from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base, load_causal_lm
 from fourfold.models.roles import Policy
-from fourfold.models.split import layout_of
+from fourfold.models.split import Part, layout_of
 from fourfold.models.storage import load_own_tensors, load_role
+from fourfold.models.trunk import trainable_copy
+from fourfold.planner.quantization import QUANTIZED
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
     """The trained actor of a run: of its last step, or of the best checkpoint."""
     actor = base.new_policy()
+    if base.trunk is not None and config.trunk.train:
+        actor.stand_on(trainable_copy(base.trunk, config.memory))
     if best:
         checkpoint = CheckpointStore(folder.stage("ppo") / "checkpoints", keep_last=1).load_best()
         if checkpoint is None:
@@ -132,10 +138,13 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     base = load_base(config)
     actor = load_actor(config, base, folder, best=best)
     # Shared weights are read in the type that the run held them in, which float32 holds exactly; trained are float32.
-    held = dtype_of(config.precision.frozen, actor.branch.compute_dtype) if base.shares_head else torch.float32
-    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), held)
+    held, compute = config.precision.frozen, actor.branch.compute_dtype
+    floats = compute if held in QUANTIZED else dtype_of(held, compute)
+    read_in = floats if base.shares_head else torch.float32
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), read_in)
     model = model.float()
     _copy_branch(actor, model)
+    _copy_quantized(base.trunk, model)
     assert model.generation_config is not None, "a causal language model has one"
     ends = sorted(base.eos_ids)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
@@ -165,7 +174,10 @@ def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
     whole, body = getattr(model, layout.body), actor.branch.body
     layers, own = getattr(whole, layout.layers), getattr(body, layout.layers)
     for target, source in zip(layers[len(layers) - len(own) :], own, strict=True):
-        target.load_state_dict(source.state_dict())
+        _copy_layer(source, target)
+    if actor.trunk is not None:
+        for target, source in zip(layers, actor.trunk.layers, strict=False):  # those above are the branch's
+            _copy_layer(source, target)
     names = [layout.norm]
     if actor.branch.takes_ids:
         names += [name for name in (layout.embedding, layout.learned_positions) if name]
@@ -173,3 +185,23 @@ def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
         linear.weight.copy_(actor.head.weight)
     for name in names:
         getattr(whole, name).load_state_dict(getattr(body, name).state_dict())
+
+
+def _copy_quantized(trunk: Part | None, model: PreTrainedModel) -> None:
+    """Of a quantised trunk, what the actor was trained above."""
+    if trunk is not None and kind_of(trunk):
+        layers = getattr(getattr(model, layout_of(model).body), layout_of(model).layers)
+        for source, target in zip(trunk.layers, layers, strict=False):
+            _copy_layer(source, target)
+
+
+def _copy_layer(source: nn.Module, target: nn.Module) -> None:
+    """Put a decoder layer's numbers into another one: quantised ones are what their codes stand for."""
+    if kind_of(source):
+        source = copy.deepcopy(source)
+        dequantize(source)
+    state = source.state_dict()
+    for name, module in source.named_modules():
+        if isinstance(module, nn.Linear) and not isinstance(target.get_submodule(name), nn.Linear):
+            state[f"{name}.weight"] = module.weight.t()  # GPT-2's own layers keep [inputs, outputs]
+    target.load_state_dict(state)

@@ -15,7 +15,7 @@ from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import load_own_tensors, own_tensors
 from fourfold.training.checkpoint import Checkpoint, flatten_optimizer, restore_optimizer, restore_rng, rng_state
-from fourfold.training.update import Learner
+from fourfold.training.learner import Learner
 
 
 @dataclass
@@ -70,17 +70,17 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 def collect(
     models: FourModels, learner: Learner, progress: Progress, sizes: BatchSizes
 ) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Tensors and JSON of a checkpoint: trained roles, both optimizers, loss scale, counters, random states, frozen
-    checksum."""
+    """Tensors and JSON of a checkpoint: trained roles, their optimizers, loss scale, counters, random states, frozen
+    checksums."""
     tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
         "batch_sizes": sizes.state(),
         "loss_scale": None if learner.loss_scale is None else learner.loss_scale.state_dict(),
-        "frozen_checksum": models.frozen_checksum(),
+        "frozen_checksums": models.frozen_checksums(),
         "optimizers": {},
     }
-    for name, optimizer in (("actor", learner.actor_optimizer), ("critic", learner.critic_optimizer)):
+    for name, optimizer in learner.optimizers().items():
         everything = optimizer.state_dict()
         tensors[f"{name}_optimizer"], record = flatten_optimizer(everything["optimizer"])
         state["optimizers"][name] = {"optimizer": record, "steps_done": everything["steps_done"]}
@@ -93,14 +93,16 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes:
 
     The frozen models are rebuilt from the stages' files, so they are compared with what the run had.
     """
-    if checkpoint.state["frozen_checksum"] != models.frozen_checksum():
+    before, now = checkpoint.state["frozen_checksums"], models.frozen_checksums()
+    # A role at a service, then or now, is in one of the two only: the service's weights were compared with the run's.
+    if changed := [name for name in before.keys() & now.keys() if before[name] != now[name]]:
         raise ValueError(
-            f"{checkpoint.path}: reference, reward or trunk are not those of the interrupted run (checksums differ); "
-            "restore the stage folders, or start again in a new output folder"
+            f"{checkpoint.path}: {' and '.join(sorted(changed))} are not those of the interrupted run (checksums "
+            "differ); restore the stage folders, or start again in a new output folder"
         )
     for name, role in _roles(models).items():
         load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shares_head)
-    for name, optimizer in (("actor", learner.actor_optimizer), ("critic", learner.critic_optimizer)):
+    for name, optimizer in learner.optimizers().items():
         record = checkpoint.state["optimizers"][name]
         restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])
         optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})

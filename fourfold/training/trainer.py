@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from fourfold.batch import Rollout, ScoredRollout
+from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.metrics import check_row
 from fourfold.diagnostics.trackers import Tracker
@@ -21,7 +19,8 @@ from fourfold.models.assembly import FourModels, set_new_head_bias
 from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
-from fourfold.scoring.pipeline import learnable, score
+from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.pipeline import Scored, learnable, score
 from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
@@ -54,11 +53,12 @@ class Trainer:
     trackers: list[Tracker]
     meter: PhaseMeter
     judge: Judge | None = None
+    ahead: Ahead | None = None
     callbacks: tuple[StepCallback, ...] = ()
 
     def __post_init__(self) -> None:
         self.progress = Progress(kl_coef=self.config.ppo.kl_coef)
-        self.accountant = Accountant(self.models, self.config.memory)
+        self.accountant = Accountant(self.models, self.config.memory, self.ahead)
         self.last_evaluation: Evaluation | None = None
 
     def resume(self) -> bool:
@@ -66,7 +66,7 @@ class Trainer:
         checkpoint = self.store.latest()
         if checkpoint is not None:
             self.progress = restore(checkpoint, self.models, self.learner, self.sizes)
-        self._frozen = self.models.frozen_checksum()
+        self._frozen = self.models.frozen_checksums()
         return checkpoint is not None
 
     def check(self) -> Preflight:
@@ -93,9 +93,8 @@ class Trainer:
                 if best or finished or stop.requested or self.progress.step % self.config.checkpoint.every == 0:
                     self.save(is_best=best)
                 if stop.requested and not finished:
-                    raise Interrupted(
-                        f"stopped after step {self.progress.step} of {steps}; the same command goes on from there"
-                    )
+                    done = f"stopped after step {self.progress.step} of {steps}"
+                    raise Interrupted(f"{done}; the same command goes on from there")
 
     def _advance(self) -> bool:
         """A step, its row, and an evaluation where one is due; True when that is the best so far."""
@@ -140,13 +139,13 @@ class Trainer:
             scored,
             valid,
             learned.metrics | self.sizes.metrics(len(rollout.sequences)),
-            self.accountant.step(rollout, learned.actor, learned.critic, full_kl=settings.kl_estimator == "full"),
+            self.accountant.step(rollout, learned, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
             kl_coef=shaping.kl_coef,
             shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
         )
 
-    def _score(self, rollout: Rollout, activations: Activations) -> tuple[ScoredRollout, Tensor]:
+    def _score(self, rollout: Rollout, activations: Activations) -> Scored:
         return score(
             rollout,
             activations,
@@ -157,6 +156,7 @@ class Trainer:
             temperature=self.config.sampling.temperature,
             kl_estimator=self.config.ppo.kl_estimator,
             micro_batch_size=self.sizes.score,
+            ahead=self.ahead,
         )
 
     def evaluate(self) -> Evaluation:
@@ -168,8 +168,7 @@ class Trainer:
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
         scored = scored.select(valid.nonzero()[:, 0])
-        prompts, responses = texts_of(scored, self.models.base.tokenizer)
-        return summarise(scored, prompts, responses, self.judge)
+        return summarise(scored, *texts_of(scored, self.models.base.tokenizer), self.judge)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""
@@ -185,13 +184,13 @@ class Trainer:
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint, after making sure that nothing frozen has moved."""
         with self.census.phase(self.meter, "save"):
-            if self.models.frozen_checksum() != self._frozen:
+            if self.models.frozen_checksums() != self._frozen:
                 raise RunFailed(
                     f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
                     "must never do; nothing was saved, the checkpoint before is intact"
                 )
-            tensors, state = collect(self.models, self.learner, self.progress, self.sizes)
-            self.store.save(self.progress.step, tensors, state, is_best=is_best)
+            collected = collect(self.models, self.learner, self.progress, self.sizes)
+            self.store.save(self.progress.step, *collected, is_best=is_best)
 
     def _log(self, row: dict[str, float], kind: str) -> None:
         check_row(row, kind)

@@ -9,16 +9,16 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from benchmarks.fourfold_worker import main
-from benchmarks.worker import WorkerReport, read_report
+from benchmarks.worker import PHASES, WorkerReport, read_report
 from tiny import tiny_directory
 
 
-def work(folder: Path, sharing: str, capsys: pytest.CaptureFixture[str]) -> WorkerReport:
+def work(folder: Path, sharing: str, capsys: pytest.CaptureFixture[str], *more: str) -> WorkerReport:
     model, prompts = tiny_directory(folder / "model", layers=6), folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcd"), encoding="utf-8")
     shape = {"prompt-tokens": 1, "new-tokens": 3, "batch": 4, "epochs": 1, "updates": 2, "threads": 1, "seed": 0}
     arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
-    arguments += ["--model", str(model), "--prompts", str(prompts), "--dtype", "float32", "--sharing", sharing]
+    arguments += ["--model", str(model), "--prompts", str(prompts), "--dtype", "float32", "--sharing", sharing, *more]
     assert main(arguments) == 0
     return read_report(capsys.readouterr().out)
 
@@ -41,3 +41,18 @@ def test_separate_models_are_trained_in_full(tmp_path: Path, capsys: pytest.Capt
     assert report.what == "Fourfold: four separate models, actor and critic trained in full, float32 masters"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert report.trainable_parameters["actor"] == sum(p.numel() for p in model.parameters())
+
+
+def test_what_an_update_moves_is_sampled_and_peaks_have_a_phase(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.fourfold_worker.SAMPLE", 10**6)
+    whole = work(tmp_path / "whole", "trunk", capsys)
+    assert len(whole.moves()) == sum(whole.trainable_parameters.values())
+    assert 0 < max(whole.moves()) <= 1.1e-5  # Adam's first steps are as long as the learning rate
+    assert whole.peak_rss_mib >= max(whole.phase_peak_mib.values()) and tuple(whole.phase_peak_mib) == PHASES
+    again = work(tmp_path / "again", "trunk", capsys, "--set", "memory.checkpointing=layers")
+    assert again.weights == whole.weights and again.moves() == whole.moves()
+    monkeypatch.setattr("benchmarks.fourfold_worker.SAMPLE", 1000)
+    part = work(tmp_path / "part", "trunk", capsys)
+    assert len(part.moves()) == 1000 and set(part.moves()) <= set(whole.moves())

@@ -43,6 +43,8 @@ NO_PAIRS = "without pairs"
 LOADED = [NO_PAIRS, "reward.source=checkpoint", "reward.checkpoint=x"]
 CALLED = [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.init=actor"]
 EVALUATED = "data.prompts_test.path=d.csv"
+TRAINED = ["trunk.train=true"]
+UNCLIPPED = [f"{section}.max_grad_norm=0" for section in ("sft", "reward", "ppo", "critic")]
 
 REFUSED = [
     (
@@ -64,6 +66,26 @@ REFUSED = [
         ["sharing.mode=none", "trunk.branch_layers=4"],
         "trunk.branch_layers: given, but sharing.mode = 'none' has no trunk",
     ),
+    (["trunk.branch_layers=0"], "trunk.branch_layers: given 0, .* allowed: 1 or more; try 4, or trunk.train = true"),
+    (["trunk.lr_scale=1"], "trunk.lr_scale: given, but trunk.train = false freezes the trunk"),
+    (["trunk.alternate=1"], "trunk.alternate: given, but trunk.train = false"),
+    ([*TRAINED, "trunk.alternate=1", "trunk.critic_grad_scale=1"], "trunk.critic_grad_scale: given, but trunk.alt"),
+    ([*TRAINED, "trunk.alternate=1", "trunk.decoupling=1"], "trunk.decoupling: given, but trunk.alternate"),
+    ([*TRAINED, "trunk.critic_grad_scale=0", "trunk.balance=grad_norm"], "trunk.balance: given, but .* = 0 keeps"),
+    ([*TRAINED, "trunk.branch_layers=0", "trunk.decoupling=1"], "trunk.decoupling: given 1 beside .*branch_layers = 0"),
+    (
+        [*TRAINED, "trunk.alternate=4"],
+        "trunk.alternate: given 4, but a rollout has 4 mini-batches in all .* never has a turn; allowed: at most 3",
+    ),
+    (
+        [*TRAINED, "memory.optimizer_in_backward=true", *UNCLIPPED],
+        "trunk.train: true puts the trunk's gradient together from the actor's and the critic's",
+    ),
+    (
+        [*TRAINED, "trunk.alternate=3", "ppo.steps=5", "ppo.warmup_steps=6"],
+        "ppo.warmup_steps: given 6, but there are 5 optimizer steps",
+    ),
+    (["sharing.mode=none", "trunk.train=true"], "trunk.train: given, but sharing.mode = 'none' has no trunk"),
     (["ppo.kl_loss_coef=0.1"], "ppo.kl_loss_coef: given 0.1 beside ppo.kl_coef = 0.05: KL would be charged twice"),
     (["ppo.dual_clip=1"], "ppo.dual_clip: given 1.0; allowed: 0 .off. or a number > 1"),
     (["ppo.dual_clip=0.5"], "ppo.dual_clip: given 0.5"),
@@ -226,3 +248,39 @@ def test_residency_of_what_is_not_there_is_ignored() -> None:
     assert "has no reward model" in problem
     # `fourfold sft CONFIG` and `fourfold ppo CONFIG` read the same file.
     assert found('stages=["sft"]', "reference.residency=park", "reward.residency=stream") == []
+
+
+def test_roles_at_a_service_need_its_address() -> None:
+    at = "reference.residency=service"
+    [problem] = found(at)
+    assert problem.startswith("service.url: not given, but reference.residency = 'service' needs")
+    for url in ("127.0.0.1:8777", "ftp://a:1", "http://", "http://a:99999", "http://a:b"):
+        [problem] = found(at, "reward.residency=service", f"service.url={url}")
+        assert "is no http:// or https:// address, but reference.residency and reward.residency" in problem
+    [problem] = found(at, "service.url=http://user:secret@host:1")
+    assert "a token stands in service.token_env" in problem
+    address = "service.url=http://127.0.0.1:8777"
+    for url in ("https://scores.example/team", "http://localhost:1"):
+        assert found(at, f"service.url={url}") == []
+    [problem] = found(address)
+    assert "no role has residency = 'service'" in problem
+    [problem] = found(at, address, "service.max_rows=31")
+    assert "fewer than the ppo.micro_batch_size = 32" in problem
+    [problem] = found(at, address, "ppo.kl_estimator=full")
+    assert "try residency = 'park'" in problem
+    assert found("reward.residency=service", address, "ppo.kl_estimator=full") == []
+
+
+def test_fewer_bits_for_what_is_not_there_are_ignored() -> None:
+    for mode, given, why in (
+        ("none", "precision.frozen=int8", "shares no frozen weights"),
+        ("adapters", "precision.reference=nf4", "holds one base for all roles, as precision.frozen says"),
+        ("adapters", "precision.reward=nf4", "holds one base for all roles"),
+    ):
+        [problem] = found(f"sharing.mode={mode}", given)
+        assert problem.startswith(given.partition("=")[0]) and why in problem
+    function = ["reward.source=function", "reward.function=a:b", "critic.init=actor", NO_PAIRS]
+    [problem] = found(*function, "precision.reward=int8")
+    assert "has no reward model" in problem
+    assert found("sharing.mode=adapters", "precision.frozen=nf4") == []
+    assert found("precision.frozen=int8", "precision.reference=int8_dynamic", "precision.reward=nf4") == []

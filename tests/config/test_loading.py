@@ -310,6 +310,63 @@ def test_missing_packages_are_found_at_start(tmp_path: Path, monkeypatch: pytest
     check_packages(load(tmp_path))
 
 
+def test_packages_of_fewer_bits_are_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(tmp_path, "", "precision.frozen=int8_dynamic", "precision.reward=nf4", "ppo.optimizer=adamw_8bit")
+    monkeypatch.setattr("fourfold.config.paths.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_packages(config)
+    nf4, int8 = sorted(caught.value.problems, key=lambda problem: "torchao" in problem)
+    assert "precision.reward = 'nf4' and ppo.optimizer = 'adamw_8bit'" in nf4 and "bitsandbytes is not" in nf4
+    assert "precision.frozen = 'int8_dynamic', but the Python package torchao is not installed" in int8
+
+
 def test_torch_is_not_imported() -> None:
     code = "import sys, fourfold.config, fourfold.config.template; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def extended(tmp_path: Path, text: str) -> Path:
+    """A file `levers/mine.toml` with this text, beside the minimal one as `run.toml` in the folder above."""
+    (tmp_path / "run.toml").write_text(MINIMAL + "[ppo]\nsteps = 7\nkl_coef = 0.2\n")
+    path = tmp_path / "levers" / "mine.toml"
+    path.parent.mkdir()
+    path.write_text(text)
+    return path
+
+
+def test_a_file_stands_on_top_of_the_one_that_it_extends(tmp_path: Path) -> None:
+    path = extended(tmp_path, 'extends = "../run.toml"\noutput = "runs/mine"\n[ppo]\nsteps = 9\n')
+    config = load_config(path, ["ppo.num_epochs=1"])
+    assert (config.output, config.model.path) == ("runs/mine", "owner/model")
+    assert (config.ppo.steps, config.ppo.kl_coef, config.ppo.num_epochs) == (9, 0.2, 1)
+    saved = tmp_path / "saved.toml"
+    saved.write_text(dump_toml(config))
+    assert "extends" not in saved.read_text()
+    assert load_config(saved) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("3", "given 3 (integer); allowed: the path of another file"),
+        ('""', "allowed: the path of another file"),
+        ('"run.toml"', "no file"),
+        ('"mine.toml"', "comes back to itself"),
+    ],
+)
+def test_a_file_that_extends_nothing_good_is_refused(tmp_path: Path, value: str, said: str) -> None:
+    path = extended(tmp_path, f"extends = {value}\n")
+    with pytest.raises(ConfigError, match="extends") as caught:
+        load_config(path)
+    assert said in str(caught.value)
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    path = extended(tmp_path, 'extends = "../other.toml"\n')
+    (tmp_path / "other.toml").write_text('extends = "levers/mine.toml"\n')
+    with pytest.raises(ConfigError, match="comes back to itself"):
+        load_config(path)
+
+
+def test_extends_is_a_key_of_files_only(tmp_path: Path) -> None:
+    assert any("extends: unknown key" in problem for problem in problems(tmp_path, "", "extends=run.toml"))

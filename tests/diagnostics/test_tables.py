@@ -88,8 +88,8 @@ def test_a_metric_that_is_missing_on_one_side_is_a_dash() -> None:
 def test_the_table_of_roles_says_where_everything_lives() -> None:
     """FAULTS J9: model, parameters, trainable, dtype, device, bytes."""
     rows = [
-        RoleRow("trunk", 120_353_472, 0, "bfloat16", "cpu", 240_706_944),
-        RoleRow("actor", 14_161_536, 14_161_536, "float32", "cuda:0", 56_646_144),
+        RoleRow("trunk", 120_353_472, 0, "bfloat16", "cpu", 240_706_944, 240_706_944),
+        RoleRow("actor", 14_161_536, 14_161_536, "float32", "cuda:0", 56_646_144, 56_646_144),
     ]
     text = shown(roles_table(rows))
     assert cells(text, "trunk") == ["trunk", "120,353,472", "0", "bfloat16", "cpu", "229.6"]
@@ -145,7 +145,7 @@ def test_rows_name_the_type_that_weights_are_really_held_in(tmp_path: Path) -> N
 
 
 def test_a_table_for_a_log_is_plain_lines() -> None:
-    lines = as_text(roles_table([RoleRow("actor", 10, 10, "float32", "cpu", 40)])).splitlines()
+    lines = as_text(roles_table([RoleRow("actor", 10, 10, "float32", "cpu", 40, 40)])).splitlines()
     assert lines[0].split() == ["model", "parameters", "trainable", "dtype", "device", "MiB"]
     assert lines[-1].split() == ["actor", "10", "10", "float32", "cpu", "0.0"]
     assert len(lines) == 3 and "\x1b" not in "".join(lines)

@@ -112,7 +112,7 @@ def test_a_run_without_a_reward_model_has_three_models(tmp_path: Path, init: str
     models = Stages(tmp_path, "trunk").assemble(init, reward=False)
     assert models.reward is None
     assert not storages(models.critic) & storages(models.actor)
-    assert len(models.frozen_checksum()) == 32
+    assert all(len(text) == 32 for text in models.frozen_checksums().values())
 
 
 def test_a_role_of_another_cut_is_refused(tmp_path: Path) -> None:
@@ -153,23 +153,23 @@ def test_what_is_trained_is_float32_and_train_mode_is_on(tmp_path: Path, mode: s
 def test_the_frozen_checksum_watches_trunk_reference_and_reward(tmp_path: Path, mode: str) -> None:
     """FAULTS D6 (its kind)."""
     models = Stages(tmp_path, mode).assemble("reward")
-    before = models.frozen_checksum()
+    before = models.frozen_checksums()
     with torch.no_grad():
         for free in (models.actor.branch, models.critic):
             for parameter in free.parameters():
                 parameter.add_(1.0)
-        assert models.frozen_checksum() == before
+        assert models.frozen_checksums() == before
         watched = [part for part in (models.base.trunk, models.reference, models.reward) if part is not None]
         for part in watched:
             for tensor in (next(iter(part.parameters())), list(part.parameters())[-1]):
                 kept = tensor.flatten()[0].clone()
                 tensor.view(-1)[0] += 0.5
-                assert models.frozen_checksum() != before
+                assert models.frozen_checksums() != before
                 tensor.view(-1)[0] = kept
-                assert models.frozen_checksum() == before
+                assert models.frozen_checksums() == before
         assert models.reward is not None
         models.reward.head.shift += 0.5
-        assert models.frozen_checksum() != before
+        assert models.frozen_checksums() != before
 
 
 def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,24 @@ def test_a_shorter_branch_halves_what_lies_above_the_trunk() -> None:
     found = by_setting("load", held, config(trunk={"branch_layers": 4}))
     assert found["trunk.branch_layers"] == ("2", (250 + 500) // 2)
     assert found["memory.optimizer_residency"] == ('"park"', 400) and found["reference.residency"] == ('"park"', 50)
+    parked = {"memory": {"optimizer_residency": "park"}}
+    for compute, narrower in (("float32", 0), ("bfloat16", 100)):
+        settings = config(trunk={"branch_layers": 4}, precision={"compute": compute}, **parked)
+        found = by_setting("load", replace(held, trained=200), settings)
+        assert found["memory.optimizer_residency"] == ('"offload"', 100 + narrower)
+
+
+def test_a_trunk_that_is_not_trained_needs_no_copy_gradients_or_moments() -> None:
+    """Every trained byte has 700 / 700 of gradients and 1,400 / 700 of moments."""
+    weights = {"trunk": 1000, "trained trunk": 500, "actor": 100, "critic": 100, "reference": 50}
+    held = Held(weights=weights, trained=700, gradients=700, states=1400, trunk_layers=10, own_layers=2)
+    found = by_setting("load", held, config(trunk={"branch_layers": 2, "train": True}))
+    assert found["trunk.train"] == ("false", 500 + 500 + 1000)
+    # Half of the branches: 250 of weights, 200 x 3 of what they learn with, less what the trunk takes over for both: a
+    # trained copy with what it learns with, and a frozen one in bfloat16.
+    assert found["trunk.branch_layers"] == ("1", (250 + 600 - 100 * (1 + 0.5 + 3)) // 2)
+    held = Held(weights=weights, passing=1200, own_layers=2, trunk_layers=10)
+    assert by_setting("learn", held, config())["memory.checkpointing"] == ('"layers"', 1100)
 
 
 def test_checkpointing_keeps_one_layer_of_activations() -> None:
@@ -90,3 +109,19 @@ def test_what_is_exact_can_be_switched_on_in_the_same_folder() -> None:
     texts = {each.setting: str(each) for each in advice("learn", held, config())}
     assert texts["memory.checkpointing"] == 'memory.checkpointing = "layers" (about 0.8 MiB less)'
     assert "in a new output folder" in texts["sampling.max_new_tokens"]
+
+
+def test_frozen_matrices_in_fewer_bits() -> None:
+    """bfloat16 to NF4 (0.516 bytes) in what is shared, to int8 in what a role owns; not where it is on already."""
+    weights = {"trunk": 1_000_000, "actor": 400_000, "critic": 400_000, "reference": 200_000, "reward": 100_000}
+    held = Held(weights=weights, trained=800_000, matrix_shares=(0.5, 0.8), hidden=64)
+    found = by_setting("score", held, config())
+    nf4, int8 = (64 * 64 / 2 + 64 + 4 + 4) / 64**2, 1 + 4 / 64
+    assert found["precision.frozen"] == ('"nf4"', round(500_000 - 250_000 * nf4))
+    assert found["precision.reference"] == ('"int8"', round(160_000 - 80_000 * int8))
+    assert found["precision.reward"] == ('"int8"', round(80_000 - 40_000 * int8))
+    on = {"compute": "float32", "frozen": "int8", "reference": "nf4"}
+    found = by_setting("score", held, config(precision=on))
+    assert "precision.frozen" not in found and "precision.reference" not in found
+    # What is in fewer bits is not halved: the reward model is the only frozen weight left.
+    assert found.get("precision.compute", ("", 0))[1] == max(900_000 - 800_000, 0) // 2

@@ -333,7 +333,12 @@ def test_weights_that_are_not_finite_stop_the_run_by_phase_and_role(tmp_path: Pa
     with torch.no_grad():
         next(p for p in module.parameters() if p.ndim == 2)[9] = value
     prompts = PromptBatch([[9, 9, 9]], [0], [0])
-    with pytest.raises(RunFailed, match=r"^generate: the actor's logits for response token \d+ are not finite"):
+    said = {
+        "branch": r"1 of the actor's \d+ weights are not finite, the first 'branch\.",
+        "trunk": r"the actor's logits for response token \d+ are not finite, nor are the trunk's",
+        "head": "1 of the actor's .* the first 'head",
+    }
+    with pytest.raises(RunFailed, match=f"^generate: {said[where]}"):
         generate(base, prompts)
 
 

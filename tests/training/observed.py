@@ -20,6 +20,7 @@ from fourfold.backends.local import LocalOptimizer
 from fourfold.cli.run import show
 from fourfold.config import RunConfig, dump_toml
 from fourfold.config.checks import DATASETS
+from fourfold.diagnostics.tables import role_rows
 from fourfold.errors import RunFailed
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.adapters import adapter_parameters
@@ -129,6 +130,7 @@ class Scene:
         parts = (
             config.sharing.mode,
             config.trunk.branch_layers,
+            config.trunk.train,
             adapters,
             config.precision.compute,
             config.precision.frozen,
@@ -283,6 +285,10 @@ def adapter_sizes(scene: Scene, config: RunConfig) -> list[int]:
 
 def compute_type(scene: Scene, config: RunConfig) -> torch.dtype:
     return scene.base(config).policy.branch.compute_dtype
+
+
+def types_held(scene: Scene, config: RunConfig) -> dict[str, str]:
+    return {row.model: row.dtype for row in role_rows(scene.trainer(config).models)}
 
 
 def attention_kernel(scene: Scene, config: RunConfig) -> str | None:

@@ -249,8 +249,10 @@ def make_experience(trainer: Trainer, step: int = 0) -> tuple[Experience, Activa
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every tensor of a module."""
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    """A copy of every tensor of a module; of its masters, where those lie elsewhere."""
+    masters: Any = getattr(module, "masters", None)
+    read = torch.Tensor.detach if masters is None else masters.read
+    return {name: read(tensor).clone() for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
 INTERRUPT = "INTERRUPT_AT_CALL"
@@ -306,5 +308,5 @@ def deterministic(path: Path) -> list[dict[str, float]]:
 
 
 def _measured(name: str) -> bool:
-    measured = ("tokens_per_second", "offloaded_per_generate_ratio")
+    measured = ("tokens_per_second", "offloaded_per_generate_ratio", "score_hidden_share")
     return name.endswith(("_seconds", "_peak_bytes")) or name in measured

@@ -16,6 +16,11 @@ from fourfold.training.accounting import Accountant
 from fourfold.training.trainer import Trainer
 from training.runs import SHARINGS, by_function, give_value_head, make_config, make_trainer, merged, settings
 
+CUTS = SHARINGS | {
+    "trained trunk": {"trunk": {"train": True}},
+    "trained trunk, balanced": {"trunk": {"train": True, "balance": "grad_norm", "branch_layers": 0}},
+    "trained trunk, alternating": {"trunk": {"train": True, "alternate": 1}},
+}
 ROLES = ("trunk", "actor", "critic", "reference", "reward")
 ROWS = 8
 
@@ -27,7 +32,11 @@ class Seen:
         self.rows: Counter[tuple[str, str]] = Counter()
         self.tokens: Counter[tuple[str, str]] = Counter()
         for role, part in parts.items():
-            part.register_forward_hook(self._hook(role))
+            self.watch(role, part)
+
+    def watch(self, role: str, part: Part) -> None:
+        """Count what goes through this part as the role's."""
+        part.register_forward_hook(self._hook(role))
 
     def _hook(self, role: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -48,16 +57,20 @@ class Seen:
 def trainer_for(folder: Path, sharing: str, **ppo: Any) -> tuple[Trainer, Seen]:
     """A trainer with a reward model, and the hooks on all that it has."""
     ppo = {"num_epochs": 2, "mini_batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3} | ppo
-    trainer = make_trainer(make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), SHARINGS[sharing]))))
+    trainer = make_trainer(make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), CUTS[sharing]))))
     models = trainer.models
     give_value_head(models)
     models.reward = models.base.new_scorer()
     freeze(models.reward)
+    if models.trunk is not None and models.base.trunk is not None:
+        models.reward.stand_on(models.base.trunk)
     trainer.reward, trainer.accountant = ModelReward(models.reward), Accountant(models, trainer.config.memory)
     parts = {role: getattr(models, role).branch for role in ROLES[1:]}
-    if models.base.trunk is not None:
-        parts["trunk"] = models.base.trunk
-    return trainer, Seen(parts)
+    seen = Seen(parts)
+    for trunk in (models.base.trunk, models.trunk):  # the frozen copy of a trained one counts as the trunk, too
+        if trunk is not None:
+            seen.watch("trunk", trunk)
+    return trainer, seen
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -69,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("sharing", CUTS)
 def test_passes_and_tokens_are_those_that_the_models_saw(tmp_path: Path, sharing: str, case: str) -> None:
     trainer, seen = trainer_for(tmp_path, sharing, **CASES[case])
     row = trainer.step()

@@ -40,6 +40,7 @@ from training.observed import (
     tokens,
     trunk_layers,
     trunk_type,
+    types_held,
     weights,
     what_a_failing_function_leads_to,
 )
@@ -49,6 +50,7 @@ BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named
 PRECISION = "training/test_half_roles.py"
 OPTIMIZERS = "memory/test_optimizers.py"
 NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
+SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
 SHOWN = {
     "output": "training/test_pipeline.py::test_the_number_of_steps_is_the_number_of_rows",
@@ -65,6 +67,11 @@ SHOWN = {
     "precision.reward": f"{PRECISION}::test_a_frozen_role_computes_as_a_model_rounded_to_its_type",
     "precision.max_reference_bias": f"{PRECISION}::test_a_reference_beyond_the_bound_is_refused",
     "reward.residency": "training/test_residency.py::test_roles_are_in_memory_in_their_phase_only",
+    "service.url": f"{SERVICE}::test_a_run_whose_service_dies_fails_and_goes_on_with_the_next_to_the_same_end",
+    "service.token_env": f"{SERVICE}::test_a_wrong_token_stops_the_run_at_its_start",
+    "service.timeout_seconds": f"{SERVER}::test_a_slow_service_is_waited_for_no_longer_than_timeout_seconds",
+    "service.retries": f"{SERVER}::test_what_fails_is_asked_again",
+    "service.max_rows": f"{SERVICE}::test_max_rows_is_the_most_of_one_request",
     **dict.fromkeys(("sft.optimizer", "reward.optimizer", "critic.optimizer", "ppo.optimizer"), NAMED),
     "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
@@ -73,6 +80,7 @@ SHOWN = {
     "reward.init": "training/test_pipeline.py::test_a_reward_model_that_is_to_start_from_an_sft_needs_one",
     "critic.init": "models/test_assembly.py::test_the_critic_starts_from_the_named_source",
     "critic.warmup_rollouts": "training/test_update.py::test_critic_warm_up_leaves_the_actor_alone",
+    "sampling.overlap_scoring": "scoring/test_ahead.py::test_overlap_scoring_works_beside_sampling",
     "sampling.top_p": ONLY_VALUE,
     "sampling.top_k": ONLY_VALUE,
     "checkpoint.best_metric": BEST,
@@ -128,11 +136,18 @@ def dataset(name: str) -> list[Row]:
 
 
 ADAPTED = {"sharing.mode": "adapters", "trunk": None}
+TRAINED = {"trunk.train": True}
 ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
 ALL_TOKENS = list(range(4, 160))
 ROWS = [
     Row("seed", 0, 1, prompts),
     Row("trunk.branch_layers", 2, 1, trunk_layers),
+    Row("trunk.train", False, True, metric("trunk_drift")),
+    Row("trunk.lr_scale", 0.1, 1.0, metric("trunk_drift"), also=TRAINED),
+    Row("trunk.critic_grad_scale", 0.5, 0.0, metric("trunk_grad_norm"), also=TRAINED),
+    Row("trunk.balance", "none", "grad_norm", metric("trunk_critic_scale_mean"), also=TRAINED),
+    Row("trunk.alternate", 0, 1, metric("actor_optimizer_steps"), also=TRAINED),
+    Row("trunk.decoupling", 0.0, 1.0, weights("critic"), also=TRAINED),
     Row("adapters.rank", 4, 2, adapter_sizes, also=ADAPTED),
     Row("adapters.alpha", 4.0, 64.0, weights("actor"), also=ADAPTED),
     Row("adapters.targets", [], ["q_proj"], adapter_sizes, also=ADAPTED),
@@ -141,7 +156,9 @@ ROWS = [
     Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
     Row("precision.frozen", "auto", "bfloat16", trunk_type),
+    Row("precision.frozen", "auto", "int8", types_held),
     Row("precision.reference", "auto", "bfloat16", metric("kl_per_token_mean")),
+    Row("precision.reference", "int8", "nf4", types_held),
     Row("precision.loss_scale", 64.0, 32.0, metric("loss_scale"), also={"precision.compute": "float16"}),
     Row("reference.residency", "keep", "park", metric("reference_moved_bytes")),
     Row("memory.checkpointing", "none", "layers", metric("actor_learn_flops")),

@@ -1,15 +1,32 @@
-"""Every declared lever, and every pair, on one whole step of PPO: bit-equal, within its bound, or refused."""
+"""Every declared lever and every pair, on whole steps of PPO: bit-equal, within its bound, or refused.
+
+A run for each pair would grow with the square of the list. Exact levers promise that no bit of the update changes,
+whatever else is on, so they are tried many at a time: `together` makes sets of levers in which every pair occurs that
+is not refused, and a set is held to all that its members promise:
+
+* the run with all of the set is bit for bit the run with only those that are not exact (at most two);
+* that run lies within the sum of their bounds of the run without them (levers that train other parameters stay).
+
+A set proves a pair only on the pair's own baseline: nothing is in the set that asks for other settings beside it, and
+nothing inexact but the pair itself. So a set is one choice of baseline and of inexact levers, and as many exact ones as
+allow each other. When a set fails, `culprits` finds the lever or the pair. Runs with the same settings are made once
+in a process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fourfold.config import ConfigError
 from fourfold.planner.levers import LEVERS, Lever, lever
@@ -23,12 +40,14 @@ from training.runs import (
     settings,
     weights_of,
 )
+from training.served import at_service, hosted_roles, listening
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
 MECHANISMS = [each for each in LEVERS if each.change != "other parameters"]
 PAIRS = list(itertools.combinations(LEVERS, 2))
-# Settings that a lever cannot stand beside without being the same setting.
+EXCLUDED = [(one, other) for one, other in PAIRS if other.name in one.excludes]
 Weights = dict[str, torch.Tensor]
+Set = tuple[Lever, ...]
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,14 +59,97 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def baseline(levers: Iterable[Lever]) -> dict[str, Any]:
+    """The settings that the comparisons of all these levers stand on."""
+    given: dict[str, Any] = {}
+    for each in levers:
+        given |= each.baseline if each in MECHANISMS else {}
+    return given
+
+
+def inexact(levers: Iterable[Lever]) -> list[Lever]:
+    """Those that change the update, or what is trained; and those that do so over a trunk."""
+    return [each for each in levers if each.change != "exact" or each.trunk_bound > 0]
+
+
+def context(levers: Sequence[Lever]) -> tuple[dict[str, Any], list[Lever]]:
+    """What a comparison of these levers stands on, besides exact levers."""
+    return baseline(levers), inexact(levers)
+
+
+def shown(having: Sequence[Lever]) -> set[frozenset[str]]:
+    """The pairs that a comparison of these levers proves: those that stand on the same as all of them."""
+    pairs = itertools.combinations(having, 2)
+    return {frozenset(each.name for each in pair) for pair in pairs if context(pair) == context(having)}
+
+
+def together() -> list[Set]:
+    """Sets of levers that show every pair that is not refused, each made greedily around a pair that is left."""
+    left = {frozenset((one.name, other.name)) for one, other in PAIRS if (one, other) not in EXCLUDED}
+    sets: list[Set] = []
+    for pair in PAIRS:
+        if shown(pair) <= left:
+            chosen = pair
+            for each in LEVERS:
+                wider = tuple(other for other in LEVERS if other in chosen or other is each)
+                allowed = all(each.name not in other.excludes for other in chosen)
+                if allowed and context(wider) == context(pair) and (shown(wider) - shown(chosen)) & left:
+                    chosen = wider
+            left -= shown(chosen)
+            sets.append(chosen)
+    # Those that share a baseline stand side by side, so that one process makes its runs.
+    return sorted(sets, key=lambda having: [each.name for each in inexact(having)])
+
+
+@cache
+def tiny_run(folder: Path) -> dict[str, Any]:
+    """One step of PPO on a tiny model, paid by a function."""
+    return settings(folder, by_function("pays_by_hash", entropy_coef=0.01, steps=1))
+
+
+@cache
+def reward_stored(folder: Path, tree: str) -> Path:
+    """A reward model of the sharing that the tree has."""
+    stored = folder / f"reward-{reward_stored.cache_info().misses}"
+    by_model(json.loads(tree), stored)
+    return stored
+
+
+class Services:
+    """A service for each way to share, started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.open = contextlib.ExitStack()
+        self._urls: dict[tuple[Any, ...], str] = {}
+
+    def url(self, tree: Mapping[str, Any], roles: tuple[str, ...]) -> str:
+        """Of one with these roles of this run; the models of all tests are made from one seed."""
+        key = (*roles, str(tree.get("sharing")), str(tree.get("adapters")))
+        if key not in self._urls:
+            self._urls[key] = self.open.enter_context(listening(hosted_roles(dict(tree), *roles))).url
+        return self._urls[key]
+
+
+SERVICES = Services()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def services() -> Iterator[None]:
+    with SERVICES.open:
+        yield
+
+
+def over_a_trunk(tree: Mapping[str, Any]) -> bool:
+    mode = tree.get("sharing", {}).get("mode", "trunk")
+    return mode == "trunk" or (mode == "adapters" and tree["adapters"].get("layers", 0) > 0)
+
+
 def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> dict[str, Any]:
     """A tiny run of one PPO step with `levers`, on the baselines that the `compared` ones need."""
-    given: dict[str, Any] = {}
-    for each in compared:
-        given |= each.baseline if each in MECHANISMS else {}
+    given = baseline(compared)
     for each in levers:
         given |= each.settings
-    tree = settings(folder, by_function("pays_by_hash", entropy_coef=0.01, steps=1))
+    tree = tiny_run(folder)
     mode = given.get("sharing.mode", "trunk")
     if mode != "trunk":
         tree = merged(tree, {"trunk": None})
@@ -55,16 +157,28 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
     if any({"reward.residency", "precision.reward"} & each.settings.keys() for each in compared):
         shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
-        stored = by_model(merged(tree, nested(shared)), folder / "reward")
-        tree = merged(tree, {"reward": stored["reward"] | {"function": None}})
+        stored = reward_stored(folder, json.dumps(merged(tree, nested(shared))))
+        tree = merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(stored), "function": None}})
+    away = tuple(role for role in ("reference", "reward") if given.get(f"{role}.residency") == "service")
+    if away:
+        kept = merged(tree, nested({key: value for key, value in given.items() if not key.endswith(".residency")}))
+        tree = at_service(tree, SERVICES.url(kept, away), *away)
     return merged(tree, nested(given))
 
 
 def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> tuple[Weights, Weights]:
-    """Actor and critic before and after one step, as one mapping each."""
-    trainer = make_trainer(make_config(tree_with(folder, levers, compared)))
+    """Actor and critic, and a trained trunk, before and after one step, as one mapping each."""
+    return moved_by(json.dumps(tree_with(folder, levers, compared)))
+
+
+@cache
+def moved_by(tree: str) -> tuple[Weights, Weights]:
+    """`moved` by these settings."""
+    trainer = make_trainer(make_config(json.loads(tree)))
     give_value_head(trainer.models)
-    roles = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    roles: dict[str, nn.Module] = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    if trainer.models.trunk is not None:
+        roles["trunk"] = trainer.models.trunk
     before = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
     trainer.step()
     after = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
@@ -72,9 +186,12 @@ def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> t
 
 
 def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) -> float:
-    """|difference of the moves| / |move|, over all weights."""
+    """|difference of the moves| / |move|, over all weights; what only one of the two holds in fewer bits stays."""
     gap = move = 0.0
     for name, before in base[0].items():
+        if name not in other[0]:
+            assert torch.equal(base[1][name], before)
+            continue
         ours, theirs = base[1][name] - before, other[1][name] - other[0][name]
         gap += float((ours - theirs).double().square().sum())
         move += float(ours.double().square().sum())
@@ -82,32 +199,67 @@ def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) ->
     return (gap / move) ** 0.5
 
 
-def check(folder: Path, without: list[Lever], having: list[Lever]) -> None:
-    """`having` is `without` and mechanisms: exact ones change no bit, bounded ones no more than their bounds."""
-    base, other = moved(folder, without, having), moved(folder, having, having)
-    added = [each for each in having if each not in without]
-    if all(each.change == "exact" for each in added):
-        for a, b in zip(base, other, strict=True):
-            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    else:
-        assert difference(base, other) <= sum(each.bound for each in added)
+def bit_equal(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) -> bool:
+    """Whether the same weights have moved to the same places."""
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(base, other, strict=True)
+    )
+
+
+def culprits(folder: Path, rest: Sequence[Lever], exact: Sequence[Lever], compared: Sequence[Lever]) -> str:
+    """The fewest of the exact levers that change the run with `rest`: one, two, or no fewer than all."""
+    base = moved(folder, rest, compared)
+    for several in itertools.chain(itertools.combinations(exact, 1), itertools.combinations(exact, 2)):
+        if not bit_equal(base, moved(folder, [*rest, *several], compared)):
+            return " with ".join(each.name for each in several)
+    return "only all together"
+
+
+def check(folder: Path, having: Sequence[Lever]) -> None:
+    """The exact ones change no bit of the run without them; the others no more than their bounds allow."""
+    rest = inexact(having)
+    exact = [each for each in having if each not in rest]
+    bounded = [each for each in rest if each in MECHANISMS]
+    without = moved(folder, rest, having)
+    if exact:
+        assert bit_equal(without, moved(folder, having, having)), (
+            f"not exact beside {[each.name for each in rest]}: {culprits(folder, rest, exact, having)}"
+        )
+    if bounded:
+        base = moved(folder, [each for each in rest if each.name in SHARING], having)
+        trunk = over_a_trunk(tree_with(folder, having, having))
+        bound = sum(each.bound_over(trunk=trunk) for each in bounded)
+        assert difference(base, without) <= bound if bound else bit_equal(base, without)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs find the same model and data; nothing of a run but its log is written there."""
+    return tmp_path_factory.mktemp("levers")
 
 
 @pytest.mark.parametrize("each", MECHANISMS, ids=lambda each: each.name)
-def test_a_lever_changes_what_it_declares(tmp_path: Path, each: Lever) -> None:
-    check(tmp_path, [], [each])
+def test_a_lever_changes_what_it_declares(folder: Path, each: Lever) -> None:
+    check(folder, [each])
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda each: each.name)
-def test_a_pair_changes_what_both_declare_or_is_refused(tmp_path: Path, one: Lever, other: Lever) -> None:
-    if other.name in one.excludes:
-        assert one.name in other.excludes
-        same = one.settings.keys() & other.settings.keys()
-        if not same:
-            with pytest.raises(ConfigError):
-                make_config(tree_with(tmp_path, [one, other], [one, other]))
-        return
-    check(tmp_path, [each for each in (one, other) if each.name in SHARING], [one, other])
+@pytest.mark.parametrize("having", together(), ids=lambda having: "+".join(each.name for each in having))
+def test_levers_change_what_all_of_them_declare(folder: Path, having: Set) -> None:
+    check(folder, having)
+
+
+@pytest.mark.parametrize(("one", "other"), EXCLUDED, ids=lambda each: each.name)
+def test_a_pair_that_excludes_each_other_is_refused(folder: Path, one: Lever, other: Lever) -> None:
+    assert one.name in other.excludes
+    if not one.settings.keys() & other.settings.keys():
+        with pytest.raises(ConfigError):
+            make_config(tree_with(folder, [one, other], [one, other]))
+
+
+def test_every_pair_is_shown_or_refused() -> None:
+    shown_by_a_set = set().union(*(shown(having) for having in together()))
+    for one, other in PAIRS:
+        assert (frozenset((one.name, other.name)) in shown_by_a_set) != ((one, other) in EXCLUDED)
 
 
 def test_levers_are_declared_once_and_lie_where_they_say() -> None:

@@ -237,7 +237,7 @@ def test_the_reduced_size_is_saved_and_taken_up(tmp_path: Path) -> None:
     again = make_trainer(config)
     assert again.progress.step == 1
     assert again.sizes.state() == trainer.sizes.state() == {
-        "generate": 0, "log_probs": 4, "score": 4, "actor": LARGE, "critic": 4,
+        "generate": 0, "log_probs": 4, "score": 4, "ahead": 4, "actor": LARGE, "critic": 4,
     }  # fmt: skip
     assert again.step()["micro_batch_size"] == LARGE
 

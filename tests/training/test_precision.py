@@ -66,7 +66,7 @@ def test_a_step_keeps_its_numbers_and_its_masters_in_float32(
     models, kept = trainer.models, keep_experience(monkeypatch)
     report = trainer.check()
     assert report.actor_dtype == report.reference_dtype == f"torch.{compute}"
-    actor, critic, frozen = weights_of(models.actor), weights_of(models.critic), models.frozen_checksum()
+    actor, critic, frozen = weights_of(models.actor), weights_of(models.critic), models.frozen_checksums()
     [row] = steps_of(trainer)
 
     [experience] = kept
@@ -82,7 +82,7 @@ def test_a_step_keeps_its_numbers_and_its_masters_in_float32(
         masters = {name: p for name, p in role.named_parameters() if p.requires_grad}
         assert masters and all(p.dtype == torch.float32 for p in masters.values())
         assert max(float((p.detach() - before[name]).abs().max()) for name, p in masters.items()) > 1e-4
-    assert models.frozen_checksum() == frozen
+    assert models.frozen_checksums() == frozen
     matrices = [p for name, p in models.reference.named_parameters() if p.ndim >= 2 and not is_adapter(name)]
     assert {p.dtype for p in matrices} == {getattr(torch, compute)}, "what stands still is kept in the compute type"
 
@@ -109,8 +109,8 @@ def test_bfloat16_really_computes_in_bfloat16_and_stays_within_its_bounds(tmp_pa
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_the_bounds_of_float32_would_not_do_for_bfloat16(tmp_path: Path, sharing: str) -> None:
-    """So the wider ones are needed; the KL at the start is 0 all the same, since actor and reference compute alike."""
+def test_a_run_in_bfloat16_starts_at_kl_zero(tmp_path: Path, sharing: str) -> None:
+    """Actor and reference compute alike; how far sampler and trainer are apart depends on the processor's kernels."""
     report = trainer_for(tmp_path, "llama", sharing, "bfloat16", micro_batch_size=4).check()
-    assert report.sampler_gap_max > BOUNDS[torch.float32].sampler[1]
+    assert report.sampler_gap_max < BOUNDS[torch.bfloat16].sampler[1]
     assert report.kl_gap_max == 0.0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from fourfold.diagnostics.tables import role_rows
 from fourfold.models.assembly import FourModels
 from fourfold.models.residency import RoleResidency
 from fourfold.models.roles import checksum
@@ -62,9 +63,13 @@ def test_roles_are_in_memory_in_their_phase_only(
     tree = merged(tree, {name: {"residency": mode} for name, mode in given.items()})
     trainer = make_trainer(make_config(tree))
     models = trainer.models
-    assert models.frozen_checksum() == plain.models.frozen_checksum(), "read where they lie"
+    assert models.frozen_checksums() == plain.models.frozen_checksums(), "read where they lie"
     own = {name: models.own_parameters(getattr(models, name)) for name in given}
     few = {name: 4 * len(parameters) for name, parameters in own.items()}
+    rows = {row.model: row for row in role_rows(models)}
+    assert all(rows[name].bytes == full_bytes(own[name]) for name in given)
+    assert all(rows[name].resident_bytes <= few[name] for name in given)
+    assert rows["actor"].resident_bytes == rows["actor"].bytes
     seen: dict[str, list[tuple[int, int]]] = {"reference": [], "reward": []}
 
     def watch(name: str, other: str, method: str) -> None:

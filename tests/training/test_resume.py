@@ -171,7 +171,7 @@ def test_a_run_does_not_go_on_with_another_reference(tmp_path: Path, monkeypatch
     tensors = load_file(stored)
     next(iter(tensors.values())).flatten()[0] += 1e-3
     save_file(tensors, stored)
-    with pytest.raises(ValueError, match="reference, reward or trunk are not those of the interrupted run"):
+    with pytest.raises(ValueError, match="reference are not those of the interrupted run"):
         run(tree)
 
 

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
-from fourfold.config.checks.memory import attention, in_backward, optimizer_states
+from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.precision import precision
+from fourfold.config.checks.service import roles_at_a_service, service
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
+from fourfold.config.checks.trunk import trunk
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
 
-__all__ = ["DATASETS", "STAGE_ORDER", "ignored_keys", "is_given", "problems"]
+__all__ = ["DATASETS", "STAGE_ORDER", "ignored_keys", "is_given", "problems", "roles_at_a_service"]
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -31,5 +33,8 @@ def problems(config: RunConfig) -> list[str]:
         *in_backward(config),
         *attention(config),
         *precision(config),
+        *trunk(config),
+        *service(config),
+        *overlap(config),
         *ignored(config),
     ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fourfold.config.checks.service import roles_at_a_service
+
 if TYPE_CHECKING:
-    from fourfold.config.schema import RunConfig
+    from fourfold.config.schema import RunConfig, TrunkSection
 
 # What training a reward model reads; nothing of it is used when the reward comes from elsewhere.
 REWARD_TRAINING = (
@@ -36,10 +38,15 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
     else:
         because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
     _of_precision(config, because)
+    if mode == "trunk":
+        _of_the_trunk(config.trunk, because)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
     if config.reward.source == "function":
         because("reward.source = 'function' has no reward model", "reward", "residency")
+    if not roles_at_a_service(config):
+        reason = "no role has residency = 'service'"
+        because(reason, "service", *type(config.service).model_fields)
     if config.reward.source != "checkpoint":
         because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
     if config.reward.source != "function":
@@ -76,6 +83,17 @@ def _of_precision(config: RunConfig, because: Because) -> None:
         because(
             f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
         )
+
+
+def _of_the_trunk(trunk: TrunkSection, because: Because) -> None:
+    if not trunk.train:
+        training = (name for name in type(trunk).model_fields if name not in ("train", "branch_layers"))
+        because("trunk.train = false freezes the trunk", "trunk", *training)
+    elif trunk.alternate:
+        reason = "trunk.alternate keeps the trunk still in the critic's turns and the roles apart"
+        because(reason, "trunk", "critic_grad_scale", "balance", "decoupling")
+    elif trunk.critic_grad_scale == 0:
+        because("trunk.critic_grad_scale = 0 keeps the critic's gradient out of the trunk", "trunk", "balance")
 
 
 def is_given(config: RunConfig, key: str) -> bool:

@@ -23,7 +23,13 @@ def trained(config: RunConfig) -> dict[str, OptimizerSection]:
 
 def needs_cuda(config: RunConfig) -> list[str]:
     """What a run on the CPU cannot do."""
-    return [
+    on_cpu = [
+        f"{role}.residency: given 'cpu', and this run's device is the CPU already: 'keep' is the same; set it to "
+        "'keep'; sampling.overlap_scoring = true scores beside sampling"
+        for role in ("reference", "reward")
+        if getattr(config, role).residency == "cpu"
+    ]
+    return on_cpu + [
         f"{name}.optimizer: given {section.optimizer!r}, which pages between a CUDA GPU and the host, and this run is "
         f"on the CPU; allowed there: 'adamw', 'adamw_8bit'; memory.optimizer_residency = 'park' keeps states on disk"
         for name, section in trained(config).items()
@@ -34,13 +40,35 @@ def needs_cuda(config: RunConfig) -> list[str]:
 def optimizer_states(config: RunConfig) -> Iterator[str]:
     if config.system.device == "cpu":
         yield from needs_cuda(config)
-    if config.memory.optimizer_residency == "park":
+    residency = config.memory.optimizer_residency
+    if residency != "keep":
         for name, section in trained(config).items():
             if section.optimizer.startswith("paged"):
                 yield (
-                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = 'park': both "
-                    "move the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
+                    f"{name}.optimizer: given {section.optimizer!r} beside memory.optimizer_residency = {residency!r}: "
+                    "both move the states; try 'adamw' or 'adamw_8bit', or memory.optimizer_residency = 'keep'"
                 )
+
+
+def overlap(config: RunConfig) -> Iterator[str]:
+    exact = config.ppo.kl_estimator == "full"
+    if exact and config.reference.residency == "cpu":
+        yield (
+            "reference.residency: given 'cpu' beside ppo.kl_estimator = 'full', which takes the vocabularies of actor "
+            "and reference at once; set residency to 'stream', or kl_estimator to another one, such as 'k1'"
+        )
+    if not config.sampling.overlap_scoring:
+        return
+    if exact:
+        yield (
+            "sampling.overlap_scoring: true beside ppo.kl_estimator = 'full', which takes actor and reference at once; "
+            "set overlap_scoring = false, or kl_estimator to another one, such as 'k1'"
+        )
+    if config.memory.count_tensors:
+        yield (
+            "sampling.overlap_scoring: true beside memory.count_tensors = true, which counts those of one thread; "
+            "set one of the two to false"
+        )
 
 
 def in_backward(config: RunConfig) -> Iterator[str]:
@@ -65,6 +93,11 @@ def in_backward(config: RunConfig) -> Iterator[str]:
                 f"{name}.micro_batch_size: {micro} adds gradients up to {name}.{key} = {size}, but {because}; "
                 f"set {name}.micro_batch_size = {size}, or {name}.{key} = {micro}"
             )
+    if "ppo" in config.stages and config.sharing.mode == "trunk" and config.trunk.train:
+        yield (
+            f"trunk.train: true puts the trunk's gradient together from the actor's and the critic's, but {because}; "
+            "set memory.optimizer_in_backward = false, or trunk.train = false"
+        )
     if "ppo" in config.stages and config.ppo.target_kl is not None:
         yield (
             f"ppo.target_kl: given {config.ppo.target_kl:g}, which drops a step after its backward pass, but "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
 
-HALF = ("bfloat16", "float16")
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 def precision(config: RunConfig) -> Iterator[str]:
@@ -19,18 +19,31 @@ def precision(config: RunConfig) -> Iterator[str]:
         # They stand on the shared base: what is held narrowly for all cannot be wider for one.
         shared |= {"reference": given.reference, "reward": given.reward}
     for name, held in shared.items():
-        if held in ("auto", given.compute) or given.compute == "auto":
-            continue
-        if given.compute != "float32":
+        if held in FLOATS and held != given.compute and given.compute not in ("auto", "float32"):
             yield (
                 f"precision.{name}: given {held!r}, but with sharing.mode = {mode!r} and precision.compute = "
                 f"{given.compute!r} what is shared is held in {given.compute}, and another type would save nothing; "
                 f"allowed: 'auto', {given.compute!r}"
             )
-    if given.compute == "float16" and config.memory.optimizer_in_backward:
+        if name != "frozen" and held not in ("auto", *FLOATS):
+            yield (
+                f"precision.{name}: given {held!r}, but sharing.mode = 'adapters' holds one base for all roles, as "
+                "precision.frozen says; leave it out"
+            )
+    if given.compute == "float16":
+        yield from _beside_float16(config)
+
+
+def _beside_float16(config: RunConfig) -> Iterator[str]:
+    if config.memory.optimizer_in_backward:
         yield (
             "memory.optimizer_in_backward: true beside precision.compute = 'float16', which steps only when no "
             "gradient of the whole backward pass has overflowed; set it to false, or precision.compute = 'bfloat16'"
+        )
+    if config.memory.optimizer_residency == "offload":
+        yield (
+            "memory.optimizer_residency: 'offload' beside precision.compute = 'float16', whose loss scale is taken off "
+            "gradients that are on the device; set it to 'park', or precision.compute = 'bfloat16'"
         )
 
 

@@ -71,9 +71,8 @@ def ppo(config: RunConfig) -> Iterator[str]:
 
 def warm_ups(config: RunConfig) -> Iterator[str]:
     """Only of ppo: how many steps sft and reward take depends on their data."""
-    rollouts = {"critic": config.ppo.steps, "ppo": config.ppo.steps - config.critic.warmup_rollouts}
-    for name, count in rollouts.items():
-        given, total = getattr(config, name).warmup_steps, count * config.ppo.updates_a_rollout
+    for role, name in (("critic", "critic"), ("actor", "ppo")):
+        given, total = getattr(config, name).warmup_steps, config.optimizer_steps[role]
         if given > total > 0:
             yield (
                 f"{name}.warmup_steps: given {given}, but there are {total} optimizer steps in all, so that "

@@ -20,15 +20,46 @@ class ModelSection(Section):
 
 
 class TrunkSection(Section):
-    branch_layers: PositiveInt = Field(
-        default=4, description="Upper layers that every role owns; the layers below form the shared frozen trunk."
+    branch_layers: Count = Field(
+        default=4,
+        description="Upper layers that every role owns; the layers below form the shared trunk. 0 (with train): all "
+        "layers are shared, a role owns its final norm and its head.",
     )
+    train: bool = Field(
+        default=False,
+        description="Train the trunk's layers in ppo, one copy for actor and critic; reference and reward keep them as "
+        "they were at step 0. The embedding and the language head stay frozen.",
+    )
+    lr_scale: PositiveFloat = Field(default=0.1, description="The trunk's learning rate in parts of ppo.learning_rate.")
+    critic_grad_scale: NonNegativeFloat = Field(
+        default=0.5, description="Factor of the critic's gradient into the trunk; 0: the critic never moves it."
+    )
+    balance: Literal["none", "grad_norm"] = Field(
+        default="none",
+        description="'grad_norm': the critic's gradient into the trunk is scaled in every mini-batch, so that its norm "
+        "is critic_grad_scale times that of the actor's.",
+    )
+    alternate: Count = Field(
+        default=0,
+        description="Mini-batches of the critic alone, over a trunk that stands still, before as many of the actor "
+        "alone, which moves the trunk; 0: both learn from every mini-batch.",
+    )
+    decoupling: NonNegativeFloat = Field(
+        default=0.0,
+        description="Factor of a penalty on the squared cosine between the features that the two heads read.",
+    )
+
+    def turn(self, index: int) -> Literal["both", "critic", "actor"]:
+        """Who learns from mini-batch `index` of a rollout."""
+        if self.alternate == 0:
+            return "both"
+        return "critic" if index // self.alternate % 2 == 0 else "actor"
 
 
 class SharingSection(Section):
     mode: Literal["trunk", "adapters", "none"] = Field(
         default="trunk",
-        description="'trunk': the lower layers are shared and frozen, their activations cached. "
+        description="'trunk': the lower layers are shared; frozen ones have their activations cached. "
         "'adapters': all layers are shared and frozen, every role has low-rank adapters on them. "
         "'none': four separate models, actor and critic trained in full.",
     )
@@ -52,6 +83,14 @@ class AdaptersSection(Section):
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank), which suits high ranks.")
 
 
+# How frozen weights are held: in a float type, or in fewer bits.
+Held = Literal["auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "nf4"]
+FEWER_BITS = (
+    "or the matrices of decoder layers in fewer bits: 'int8' (torchao), 'int8_dynamic' (torchao; activations in int8 "
+    "too), 'nf4' (bitsandbytes; 4 bits, double quantisation)."
+)
+
+
 class PrecisionSection(Section):
     compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -59,19 +98,22 @@ class PrecisionSection(Section):
         "it, else float32. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32. "
         "float16 scales losses.",
     )
-    frozen: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    frozen: Held = Field(
         default="auto",
-        description="How what the roles share is held: a trunk, which computes in it and whose cached activations have "
-        "it, or the base of adapters, whose matrices are widened for each product. 'auto': as compute.",
+        description="How what the roles share is held. A trunk in a float type computes in it, and its cached "
+        "activations have it; the matrices of a base below adapters are widened for each product. 'auto': as compute; "
+        f"{FEWER_BITS}",
     )
-    reference: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    reference: Held = Field(
         default="auto",
-        description="How the reference's own weights are held and computed. 'auto': exactly as the actor's, so that "
-        "KL is 0 at the start; another type biases every KL by what pre-flight measures.",
+        description="How the reference's own weights are held: a float type is also what it computes in. 'auto': "
+        "exactly as the actor's, so that KL is 0 at the start; anything else biases every KL by what pre-flight "
+        f"measures; {FEWER_BITS}",
     )
-    reward: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    reward: Held = Field(
         default="auto",
-        description="How the reward model's own weights are held and computed in ppo. 'auto': as compute.",
+        description="How the reward model's own weights are held in ppo: a float type is also what it computes in. "
+        f"'auto': as compute; {FEWER_BITS}",
     )
     loss_scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
         default=65536.0,
@@ -80,8 +122,9 @@ class PrecisionSection(Section):
     )
     max_reference_bias: PositiveFloat = Field(
         default=0.05,
-        description="Largest mean absolute difference, in nats a token, between the reference as it is held and in the "
-        "actor's numerics; pre-flight measures it, and beyond it the run is refused.",
+        description="Largest size, in nats a token, of the mean difference between log-probs in the actor's numerics "
+        "and those of the reference as it is held: what every KL is biased by. Pre-flight measures it, and beyond it "
+        "the run is refused.",
     )
 
     @property
@@ -99,10 +142,12 @@ class MemorySection(Section):
     checkpoint_every: PositiveInt = Field(
         default=1, description="Every how many of a role's decoder layers are checkpointed, the first one included."
     )
-    optimizer_residency: Literal["keep", "park"] = Field(
+    optimizer_residency: Literal["keep", "park", "offload"] = Field(
         default="keep",
         description="'park': Adam's moments lie in host memory (a run on the CPU: on disk, in the run's folder) except "
-        "those of the one parameter that is being stepped. Updates stay the same bit for bit.",
+        "those of the one parameter that is being stepped. 'offload': so do gradients and, where precision.compute is "
+        "bfloat16, float32 masters, of which the device holds the rounded weights only; the CPU steps. Updates stay "
+        "the same bit for bit (with 'offload' on a GPU: but for the CPU's rounding of Adam).",
     )
     optimizer_in_backward: bool = Field(
         default=False,
@@ -131,12 +176,15 @@ class MemorySection(Section):
 
 RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
-    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit."
+    "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
+    "'cpu', for a run on CUDA: in host memory, where the CPU computes with them; scores stay the same but for "
+    "rounding. 'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal "
+    "but for rounding)."
 )
 
 
 class ReferenceSection(Section):
-    residency: Literal["keep", "park", "stream"] = Field(
+    residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
 
@@ -144,3 +192,19 @@ class ReferenceSection(Section):
 class SystemSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="'auto' takes CUDA where there is one.")
     threads: Count = Field(default=0, description="CPU threads of torch; 0 leaves torch's own choice.")
+
+
+class ServiceSection(Section):
+    url: str = Field(
+        default="", description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'."
+    )
+    token_env: str = Field(
+        default="", description="Name of the environment variable that holds the service's token; empty: no token."
+    )
+    timeout_seconds: PositiveFloat = Field(default=60.0, description="Longest wait for the answer to one request.")
+    retries: Count = Field(
+        default=4, description="How often a request that fails is sent again, after 0.5 s, 1 s, 2 s and so on."
+    )
+    max_rows: PositiveInt = Field(
+        default=256, description="Most rows in one request; at least ppo.micro_batch_size, a multiple of which is sent."
+    )

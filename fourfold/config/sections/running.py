@@ -16,6 +16,11 @@ class SamplingSection(Section):
     )
     responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each prompt of a rollout.")
     batch_size: Count = Field(default=0, description="Rows sampled at once; 0 means the whole rollout.")
+    overlap_scoring: bool = Field(
+        default=False,
+        description="Reference and reward score the rows of a sampling batch on a thread while the next one is "
+        "sampled: give a batch_size below ppo.rollout_batch_size. Scores stay the same but for rounding.",
+    )
     stop_strings: tuple[str, ...] = Field(
         default=(), description="A response also ends with the token that completes one of these.", strict=False
     )

@@ -58,7 +58,7 @@ class RewardSection(OptimizerSection):
         description="Shift and scale the score so that 256 of the sft texts have mean 0 and standard deviation 1 "
         "(the numbers are saved with the model).",
     )
-    residency: Literal["keep", "park", "stream"] = Field(
+    residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reward model's own weights are in ppo: {RESIDENCY}"
     )
     retries: Count = Field(default=2, description="How often a function that fails is asked again.")

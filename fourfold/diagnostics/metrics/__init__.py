@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.metric import Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
-from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, VALUE
+from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
 __all__ = ["METRICS", "Metric", "check_row", "metrics_markdown"]
 
@@ -17,6 +17,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
         "Rollout": ROLLOUT,
         "Policy": POLICY,
         "Value": VALUE,
+        "Trunk": TRUNK,
         "Loss scale": LOSS_SCALE,
         "Costs": COSTS,
     },

@@ -51,7 +51,15 @@ _ROWS_AT_ONCE = (
     ),
 )
 _EXPECTED_PASSES = {
-    ("trunk", "forward"): "1 under `sharing.mode` = 'trunk', else 0",
+    (
+        "trunk",
+        "forward",
+    ): "1 under `sharing.mode` = 'trunk', else 0; under `trunk.train`, its frozen copy included, 4 + `ppo.num_epochs`, "
+    "5 with a reward model (2 more for KL 'full')",
+    (
+        "trunk",
+        "backward",
+    ): "0: it is frozen; under `trunk.train` `ppo.num_epochs`, counted twice where its two gradients are taken apart",
     (
         "actor",
         "forward",
@@ -63,6 +71,7 @@ _EXPECTED_PASSES = {
     ("critic", "backward"): "`ppo.num_epochs`, fewer when early_stopped",
 }
 _TRAINED = ("actor", "critic")
+_NOT_TRAINED = {"trunk": "0: it is not trained, unless by `trunk.train`"}
 
 
 def _time_and_memory() -> tuple[Metric, ...]:
@@ -151,7 +160,9 @@ def _work_of(model: str) -> tuple[Metric, ...]:
             "FLOP",
             f"floating-point operations of the {model} in {phase}, forward and backward (two a multiply-add)",
             "none",
-            "above 0 where it works" if phase != "learn" or model in _TRAINED else "0: it is not trained",
+            "above 0 where it works"
+            if phase != "learn" or model in _TRAINED
+            else _NOT_TRAINED.get(model, "0: it is not trained"),
             "see the passes",
         )
         for phase in COUNTED_PHASES
@@ -168,7 +179,8 @@ def _offload() -> tuple[Metric, ...]:
             Metric(
                 f"{role}_pass_seconds",
                 "s",
-                f"wall-clock time of the {role}'s pass in score, moving its weights included",
+                f"wall-clock time of the {role}'s pass in score, moving its weights included; at a service from "
+                "request to answer, without waiting for other requests",
                 "none",
                 "near that of `keep`: reading is hidden behind computing",
                 f"set {key} = 'keep', or 'park' instead of 'stream'",
@@ -177,9 +189,9 @@ def _offload() -> tuple[Metric, ...]:
             Metric(
                 f"{role}_moved_bytes",
                 "bytes",
-                f"weights of the {role} that were read from host memory or disk",
+                f"weights of the {role} that were read from host memory or disk; at a service, requests and answers",
                 "none",
-                "its own weights once ('park') or once a micro-batch ('stream')",
+                "its own weights once ('park') or once a micro-batch ('stream'); 'service': a few bytes a token",
                 "raise `ppo.micro_batch_size`",
                 promised=False,
             ),
@@ -193,11 +205,46 @@ def _offload() -> tuple[Metric, ...]:
             "1",
             "offloaded_pass_seconds",
             "generate_seconds",
-            "below 1: the scoring could be hidden behind the next batch's sampling",
+            "below 1: the scoring could be hidden behind the next batch's sampling (`sampling.overlap_scoring`)",
             "keep one of the roles in memory, or raise `ppo.micro_batch_size`",
             promised=False,
         ),
     )
 
 
-COSTS = (*_time_and_memory(), *_offload(), *(metric for model in COUNTED_MODELS for metric in _work_of(model)))
+_OVERLAP = (
+    Metric(
+        "score_ahead_seconds",
+        "s",
+        "work of reference and reward on the thread beside sampling (`sampling.overlap_scoring`)",
+        "none",
+        "below generate_seconds",
+        "see score_hidden_share",
+        promised=False,
+    ),
+    Metric(
+        "score_hidden_seconds",
+        "s",
+        "score_ahead_seconds less the time that the score phase waited for it",
+        "none",
+        "near score_ahead_seconds",
+        "see score_hidden_share",
+        promised=False,
+    ),
+    Metric(
+        "score_hidden_share",
+        "1",
+        "score_hidden_seconds",
+        "score_ahead_seconds",
+        "near 1; what the last sampling batch leaves to do is waited for",
+        "lower `sampling.batch_size`, or set `sampling.overlap_scoring` = false where step_seconds is no shorter",
+        promised=False,
+    ),
+)
+
+COSTS = (
+    *_time_and_memory(),
+    *_offload(),
+    *_OVERLAP,
+    *(metric for model in COUNTED_MODELS for metric in _work_of(model)),
+)

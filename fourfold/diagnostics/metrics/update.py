@@ -125,6 +125,84 @@ POLICY = (
     ),
 )
 
+_MEASURED = "mini-batches in which they were taken apart: the update's first, and all under `trunk.balance`"
+_TRUNK_STEPS = "optimizer steps of the actor in this step"
+# Of a trained trunk.
+TRUNK = (
+    Metric(
+        "trunk_gradient_cosine",
+        "cosine",
+        "sum over mini-batches of the cosine between the actor's and the critic's gradient of the trunk's weights",
+        _MEASURED,
+        "about 0 or above",
+        "below 0 for long: lower `trunk.critic_grad_scale`, raise `trunk.branch_layers`, or set `trunk.alternate`",
+        promised=False,
+    ),
+    Metric(
+        "trunk_actor_grad_norm",
+        "norm",
+        "sum over mini-batches of the norm of the actor's gradient of the trunk's weights",
+        _MEASURED,
+        "steady",
+        "as for actor_grad_norm",
+        promised=False,
+    ),
+    Metric(
+        "trunk_critic_grad_norm",
+        "norm",
+        "sum over mini-batches of the norm of the critic's gradient of the trunk's weights, before it is scaled",
+        _MEASURED,
+        "times trunk_critic_scale_mean no larger than trunk_actor_grad_norm",
+        "larger: lower `trunk.critic_grad_scale`, or set `trunk.balance` = 'grad_norm'",
+        promised=False,
+    ),
+    Metric(
+        "trunk_critic_scale_mean",
+        "factor",
+        "sum over mini-batches of the factor of the critic's gradient in the trunk's",
+        _MEASURED,
+        "`trunk.critic_grad_scale`, or what `trunk.balance` makes of it",
+        "none needed",
+        promised=False,
+    ),
+    Metric(
+        "trunk_grad_norm",
+        "norm",
+        "sum over optimizer steps of the norm of the trunk's gradient before clipping, both roles' parts in it",
+        _TRUNK_STEPS,
+        "steady, near `ppo.max_grad_norm` or below",
+        "as for actor_grad_norm",
+        promised=False,
+    ),
+    Metric(
+        "trunk_decoupling_penalty",
+        "share",
+        "sum over tokens of the squared cosine between the features that the two heads read",
+        "response tokens of the mini-batches that both went through",
+        "falls towards 0",
+        "stays near 1: raise `trunk.decoupling` or `trunk.branch_layers`",
+        promised=False,
+    ),
+    Metric(
+        "trunk_learning_rate",
+        "rate",
+        "the trunk's learning rate after this step",
+        "none",
+        "`trunk.lr_scale` x actor_learning_rate",
+        "none needed",
+        promised=False,
+    ),
+    Metric(
+        "trunk_drift",
+        "share",
+        "norm of the trunk's move since step 0, after this step",
+        "norm of its weights at step 0",
+        "grows slowly",
+        "fast: lower `trunk.lr_scale`",
+        promised=False,
+    ),
+)
+
 VALUE = (
     Metric(
         "value_loss_per_token",

@@ -1,0 +1,65 @@
+"""Roles that a service computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+
+def roles_at_a_service(config: RunConfig) -> list[str]:
+    """Names of the roles whose weights a service holds."""
+    has_reward = config.reward.source != "function"
+    at_service = {
+        "reference": config.reference.residency == "service",
+        "reward": has_reward and config.reward.residency == "service",
+    }
+    return [role for role, there in at_service.items() if there]
+
+
+def service(config: RunConfig) -> Iterator[str]:
+    roles = roles_at_a_service(config)
+    if not roles:
+        return
+    given = config.service
+    if problem := _problem_of_url(given.url):
+        because = " and ".join(f"{role}.residency" for role in roles)
+        yield (
+            f"service.url: {problem}, but {because} = 'service' needs the address of a `fourfold serve`, such as "
+            "'http://127.0.0.1:8777'"
+        )
+    if given.max_rows < config.ppo.micro_batch_size:
+        yield (
+            f"service.max_rows: given {given.max_rows}, fewer than the ppo.micro_batch_size = "
+            f"{config.ppo.micro_batch_size} rows of one pass; allowed: at least that many"
+        )
+    for role in roles:
+        if (held := getattr(config.precision, role)) != "auto":
+            yield (
+                f"precision.{role}: given {held!r} beside {role}.residency = 'service', whose numbers must be this "
+                f"run's own; leave precision.{role} out"
+            )
+    if "reference" in roles and config.ppo.kl_estimator == "full":
+        yield (
+            "reference.residency: 'service' sends one number a token, and ppo.kl_estimator = 'full' needs the "
+            "reference's whole distribution; try residency = 'park', or another estimator"
+        )
+
+
+def _problem_of_url(url: str) -> str:
+    """What is wrong with it; empty where nothing is."""
+    if not url:
+        return "not given"
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable:
+        return f"given {url!r}, which is no http:// or https:// address"
+    if parts.username is not None or parts.query or parts.fragment:
+        return f"given {url!r} with a user, a query or a fragment (a token stands in service.token_env's variable)"
+    return ""

@@ -1,0 +1,38 @@
+"""How deep the trunk reaches, and whose turn it is to learn over a trained one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+
+def trunk(config: RunConfig) -> Iterator[str]:
+    given = config.trunk
+    if config.sharing.mode != "trunk":
+        return
+    if given.branch_layers == 0 and not given.train:
+        yield (
+            "trunk.branch_layers: given 0, which leaves the roles nothing but norm and head above a frozen trunk; "
+            "allowed: 1 or more; try 4, or trunk.train = true"
+        )
+    if given.branch_layers == 0 and given.decoupling > 0:
+        yield (
+            f"trunk.decoupling: given {given.decoupling:g} beside trunk.branch_layers = 0: both heads read the trunk's "
+            "features themselves, which no penalty can turn apart; set trunk.branch_layers to 1 or more, or "
+            "trunk.decoupling = 0"
+        )
+    if given.train and config.precision.frozen != "auto":
+        yield (
+            f"precision.frozen: given {config.precision.frozen!r} beside trunk.train = true, which trains a copy of "
+            "the trunk's weights; leave precision.frozen out, or set trunk.train = false"
+        )
+    mini_batches = config.ppo.updates_a_rollout
+    if "ppo" in config.stages and given.alternate >= mini_batches:
+        yield (
+            f"trunk.alternate: given {given.alternate}, but a rollout has {mini_batches} mini-batches in all (ppo."
+            "num_epochs x ppo.rollout_batch_size / ppo.mini_batch_size), so that the actor never has a turn; allowed: "
+            f"at most {mini_batches - 1}"
+        )

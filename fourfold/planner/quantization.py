@@ -1,0 +1,22 @@
+"""Bytes of matrices that are held in fewer bits: pure arithmetic. fourfold.memory.quantization holds them so."""
+
+from __future__ import annotations
+
+QUANTIZED = ("int8", "int8_dynamic", "nf4")
+
+# bitsandbytes: a scale for 64 numbers, itself in 8 bits, with one float32 scale for 256 scales and an offset for all.
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+
+
+def matrix_bytes(kind: str, outputs: int, inputs: int) -> int:
+    """Bytes of an [outputs, inputs] matrix with its scales."""
+    numbers = outputs * inputs
+    if kind != "nf4":
+        return numbers + 4 * outputs
+    blocks = -(-numbers // NF4_BLOCK)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // NF4_SCALE_BLOCK) + 4
+
+
+def held_bytes(kind: str, numbers: float, hidden: int, width: int) -> int:
+    """About the bytes of `numbers` weights in matrices of decoder layers; `width` bytes each where not quantised."""
+    return round(numbers * (matrix_bytes(kind, hidden, hidden) / hidden**2 if kind in QUANTIZED else width))

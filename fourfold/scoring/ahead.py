@@ -1,0 +1,90 @@
+"""Reference and reward score what a sampling batch has finished while the next one is sampled.
+
+What it saves: their seconds, as far as sampling leaves the processor room; with a role on the CPU below a GPU all of
+them, where they are fewer than sampling's. What it changes: rows are cut into micro-batches within a sampling batch,
+not over the whole rollout, so sums round otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from fourfold.batch import Rollout
+from fourfold.memory.budget import BatchSize
+from fourfold.models.roles import Activations, Policy
+from fourfold.scoring.opinions import Opinions, ask, of_reference, of_reward
+from fourfold.scoring.sources import RewardSource
+
+
+class Ahead:
+    """A thread that scores rows as they are finished, in their order; it draws no random numbers of its own."""
+
+    def __init__(self, reference: Policy, reward: RewardSource, temperature: float, size: BatchSize) -> None:
+        self._asked = ((reference, of_reference(reference, temperature, size)), (reward, of_reward(reward, size)))
+        self._size = size
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._coming: list[Future[Opinions]] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._worked = self._waited = 0.0
+
+    def begin(self) -> None:
+        """A rollout begins; what nobody asked for of the one before is dropped."""
+        wait(self._coming)
+        self._coming.clear()
+
+    def finished(self, rollout: Rollout, activations: Activations) -> None:
+        """Score these rows, the next ones of the rollout, soon."""
+        ready = None
+        if (device := rollout.sequences.device).type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(device)
+            ready = torch.cuda.current_stream(device).record_event()
+        self._coming.append(self._pool.submit(self._score, rollout, activations, ready))
+
+    @torch.no_grad()
+    def _score(self, rollout: Rollout, activations: Activations, ready: Any) -> Opinions:
+        started = time.perf_counter()
+        with self._beside_sampling(ready):
+            found = Opinions.empty(rollout)
+            for role, asked in self._asked:
+                ask(found, rollout, activations, role, asked, self._size)
+        self._worked += time.perf_counter() - started
+        return found
+
+    @contextlib.contextmanager
+    def _beside_sampling(self, ready: Any) -> Iterator[None]:
+        """Within, a GPU's work goes to a stream of its own; it begins when the rows are `ready` and is done at the end.
+
+        The rows stay alive meanwhile, so that nobody else is given their memory.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def take(self, found: Opinions) -> None:
+        """Put what reference and reward say of the rollout into `found`, once they have said it all."""
+        started, start = time.perf_counter(), 0
+        try:
+            for part in [future.result() for future in self._coming]:
+                rows = torch.arange(start, start + len(part.scores), device=part.scores.device)
+                found.put(rows, ref_log_probs=part.ref_log_probs, scores=part.scores, valid=part.valid)
+                start += len(rows)
+        finally:
+            self._coming.clear()
+            self._waited += time.perf_counter() - started
+        assert start == len(found.scores), "every row of the rollout was sampled while this listened"
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of the work and, of these, hidden behind other work, since the last call."""
+        worked, hidden = self._worked, max(self._worked - self._waited, 0.0)
+        self._worked = self._waited = 0.0
+        return worked, hidden

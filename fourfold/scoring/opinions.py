@@ -1,0 +1,101 @@
+"""What a role says of the rows of a rollout, asked in micro-batches where the role is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.batch import Rollout
+from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize
+from fourfold.memory.offload import residency_of, resident
+from fourfold.models.roles import Activations, Policy, by_length, micro_batch
+from fourfold.scoring.sources import RewardSource
+
+Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Opinions:
+    """What the models say of a whole rollout, filled in as its micro-batches are done; 0 where a response has ended."""
+
+    ref_log_probs: Tensor
+    kl: Tensor
+    values: Tensor
+    last_values: Tensor
+    scores: Tensor
+    valid: Tensor
+
+    @classmethod
+    def empty(cls, rollout: Rollout) -> Opinions:
+        """Nobody has been asked."""
+        tokens = torch.zeros_like(rollout.sampler_log_probs)
+        sequences = tokens.new_zeros(len(tokens))
+        valid = torch.zeros_like(sequences, dtype=torch.bool)
+        return cls(tokens, tokens.clone(), tokens.clone(), sequences, sequences.clone(), valid)
+
+    def require_finite(self) -> None:
+        """RunFailed where a model's number is none, or a score that is called valid."""
+        checked = (("reference", "ref_log_probs"), ("actor", "kl"), ("critic", "values"), ("critic", "last_values"))
+        for role, name in checked:
+            if not bool(torch.isfinite(getattr(self, name)).all()):
+                raise RunFailed(f"score: the {role}'s {name} are not finite; the last good checkpoint is kept")
+        claimed = self.scores[self.valid]
+        if bad := int((~torch.isfinite(claimed)).sum()):
+            raise RunFailed(
+                f"score: the reward's scores: {bad} of {len(claimed)} are NaN or infinite though it calls them valid; "
+                "the last good checkpoint is kept"
+            )
+
+    def put(self, rows: Tensor, **opinions: Tensor) -> None:
+        """Write the opinions on these rows; responses may be narrower than the rollout's."""
+        for name, opinion in opinions.items():
+            target = getattr(self, name)
+            if opinion.ndim == 1:
+                target[rows] = opinion.to(target.device)
+            else:
+                target[rows, : opinion.shape[1]] = opinion.to(target.device)
+
+
+def shortest_first(rollout: Rollout) -> Tensor:
+    """The order in which every role goes through the rows."""
+    return by_length(rollout, torch.arange(len(rollout.sequences), device=rollout.sequences.device))
+
+
+def ask(found: Opinions, rollout: Rollout, activations: Activations, role: Any, asked: Asked, size: BatchSize) -> None:
+    """Let a role go through a rollout, the shortest rows first; what it reads goes where it computes."""
+    order = shortest_first(rollout)
+    held = residency_of(role)
+
+    def opinions(piece: slice) -> None:
+        part, inputs = micro_batch(rollout, activations, order[piece])
+        if held is not None:
+            part, inputs = part.to(held.device), inputs.to(held.device)
+        found.put(order[piece], **asked(inputs, part))
+
+    with resident(role):
+        size.through(len(order), opinions)
+
+
+def of_reference(reference: Policy, temperature: float, size: BatchSize) -> Asked:
+    """The reference's log-probs of the response tokens."""
+
+    def asked(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        with size.working("reference"):
+            return {"ref_log_probs": reference.log_probs(inputs, part, temperature)[0]}
+
+    return asked
+
+
+def of_reward(reward: RewardSource, size: BatchSize) -> Asked:
+    """The source's scores, and which of them are valid."""
+
+    def asked(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        with size.working("reward"):
+            return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
+
+    return asked

@@ -1,0 +1,60 @@
+"""The losses of PPO on one micro-batch, as sums over its tokens, with what is logged of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fourfold.algorithms.kl import kl_loss
+from fourfold.algorithms.log_probs import Entropy, recomputed_tokens
+from fourfold.algorithms.losses import entropy_sum, policy_loss, value_loss
+from fourfold.algorithms.masking import masked_sum
+from fourfold.batch import Experience
+from fourfold.config.schema import PpoSection
+from fourfold.models.roles import Policy
+from fourfold.training.learner import Totals
+
+
+def value_objective(values: Tensor, part: Experience, settings: PpoSection, totals: Totals) -> Tensor:
+    """The critic's objective."""
+    loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
+    totals.sums["value_loss"] += float(loss.loss_sum.detach())
+    totals.sums["value_clipped"] += float(loss.clipped_sum)
+    return settings.value_coef * loss.loss_sum
+
+
+def wanted_entropy(settings: PpoSection) -> Entropy:
+    """Whether the entropy is learned from or only logged."""
+    return "learn" if settings.entropy_coef else "report"
+
+
+def policy_objective(
+    actor: Policy, log_probs: Tensor, entropy: Tensor, part: Experience, settings: PpoSection, totals: Totals
+) -> tuple[Tensor, float]:
+    """The actor's objective, and the sum over tokens of KL(old, new)."""
+    mask = part.response_mask
+    loss = policy_loss(
+        log_probs,
+        part.log_probs,
+        part.advantages,
+        mask,
+        clip_eps_low=settings.clip_eps,
+        clip_eps_high=settings.clip_eps_high or settings.clip_eps,
+        dual_clip=settings.dual_clip,
+    )
+    objective = loss.loss_sum
+    entropy_total = entropy_sum(entropy, mask)
+    if settings.entropy_coef:
+        objective = objective - settings.entropy_coef * entropy_total
+    if settings.kl_loss_coef:
+        kl = kl_loss(log_probs, part.ref_log_probs, settings.kl_loss_estimator)
+        objective = objective + settings.kl_loss_coef * masked_sum(kl, mask)
+    totals.sums["policy_loss"] += float(loss.loss_sum.detach())
+    totals.sums["entropy"] += float(entropy_total.detach())
+    totals.sums["ratio"] += float(loss.ratio_sum)
+    totals.sums["clipped"] += float(loss.clipped_sum)
+    totals.sums["dual_clipped"] += float(loss.dual_clipped_sum)
+    totals.actor.head_again += recomputed_tokens(
+        int(mask.sum()), head_trained=actor.head.weight.requires_grad, entropy=wanted_entropy(settings)
+    )
+    totals.maxima["ratio"] = max(totals.maxima["ratio"], float(loss.ratio_max))
+    return objective, float(loss.approx_kl_sum)

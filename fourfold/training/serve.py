@@ -1,0 +1,83 @@
+"""`fourfold serve`: the frozen roles of a run, loaded as ppo loads them, behind HTTP until a signal comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Collection
+from pathlib import Path
+
+from fourfold.config import RunConfig
+from fourfold.models.assembly import frozen_roles, record_for
+from fourfold.models.loading import load_base
+from fourfold.scoring.service.hosted import Hosted, Identity
+from fourfold.scoring.service.server import Limits, ScoringServer
+from fourfold.training.folder import RunFolder, reward_model, sft_model
+from fourfold.training.inputs import end_of_text
+from fourfold.training.pipeline import Say, on_this_machine
+
+
+def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
+    """The roles of a run that has them: what its stages sft and reward have left, or the base model."""
+    if "reward" in roles and config.reward.source == "function":
+        raise ValueError(
+            "--roles reward: reward.source = 'function' has no reward model; give --roles reference, and call the "
+            "function where the run is"
+        )
+    config = on_this_machine(config)
+    folder = RunFolder(Path(config.output).expanduser())
+    reward = reward_model(config, folder) if "reward" in roles else None
+    base = load_base(config)
+    policy, scorer, weights = frozen_roles(config, base, sft_model(folder), reward, roles)
+    records = {"reference": record_for(config, "policy"), "reward": record_for(config, "scorer")}
+    return Hosted(
+        base,
+        model=config.model.path,
+        reference=policy,
+        reward=scorer,
+        identities={role: Identity.of(base, records[role], weights[role]) for role in roles},
+        micro_batch_size=config.ppo.micro_batch_size,
+        eos_id=end_of_text(base),
+    )
+
+
+def roles_of(config: RunConfig) -> tuple[str, ...]:
+    """Those that a run has and a service can hold."""
+    return ("reference",) if config.reward.source == "function" else ("reference", "reward")
+
+
+def serve(
+    config: RunConfig, roles: Collection[str], host: str, port: int, token: str, limits: Limits, say: Say
+) -> None:
+    """Answer until SIGINT or SIGTERM; answers that were begun are sent."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        hosted = load_hosted(config, roles)
+        server = ScoringServer(host, port, hosted, token=token, limits=limits)
+        try:
+            said = hosted.describe()
+            for name, role in said["roles"].items():
+                say(f"{name}: {role['parameters']:,} parameters, {role['bytes'] / 2**20:,.1f} MiB, {role['compute']}")
+            guarded = "token wanted" if token else "no token: only this machine can ask"
+            say(f"serving {' and '.join(hosted.roles)} of {said['model']} at {server.url} ({guarded})")
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            say("stopped")
+        finally:
+            server.server_close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def token_from(variable: str, file: str) -> str:
+    """The token in an environment variable or in a file; empty where neither has one."""
+    if not file:
+        return os.environ.get(variable, "")
+    path = Path(file).expanduser()
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"--token-file {file!r} cannot be read: {error.strerror}") from error
+    if not token:
+        raise ValueError(f"--token-file {file!r} is empty; write the token into it")
+    return token
