@@ -102,7 +102,7 @@ def role_rows(models: FourModels) -> list[RoleRow]:
             role = getattr(models, name, None)
             held = residency_of(role) or getattr(role, "masters", None)
             row = _role_row(name, list(unique.values()), quantized, "" if held is None else held.where)
-            rows.append(replace(row, dtype="-", bytes=0) if is_elsewhere(role) else row)
+            rows.append(replace(row, dtype="-", bytes=0, resident_bytes=0) if is_elsewhere(role) else row)
     return rows
 
 
@@ -110,6 +110,8 @@ def _role_row(
     name: str, parameters: Sequence[nn.Parameter], quantized: Mapping[int, tuple[str, int]], where: str
 ) -> RoleRow:
     """`quantized`: of codes and scales by their ids, the kind and how many weights they stand for."""
+    from fourfold.memory.budget import tensor_bytes
+
     sizes: dict[str, int] = {}
     count = 0
     for p in parameters:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.loading import Base
 from fourfold.models.roles import Policy, Scorer, checksum_of
-from fourfold.models.storage import RoleRecord, own_tensors, stored_tensors
+from fourfold.models.storage import TRUNK, RoleRecord, own_tensors, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class RoleWeights:
 
 
 def weights_of_role(base: Base, role: Policy | Scorer) -> RoleWeights:
-    """Of a role in memory."""
+    """Of a role in memory, as it starts: a trained trunk is still the shared one."""
     own = own_tensors(role, shares_head=base.shares_head)
-    return RoleWeights(checksum_of((name, own[name].float()) for name in sorted(own)), _of_shared(base))
+    names = sorted(name for name in own if not name.startswith(TRUNK))
+    return RoleWeights(checksum_of((name, own[name].float()) for name in names), _of_shared(base))
 
 
 def weights_in_folder(base: Base, folder: Path, expected: RoleRecord) -> RoleWeights:

@@ -24,6 +24,8 @@ RECORD = "role.json"
 # The same in a checkpoint of a stage: the group of tensors, and the state whose "record" is the role's.
 CHECKPOINT_TENSORS = "role.safetensors"
 CHECKPOINT_STATE = "state.json"
+# What the tensors of a trained trunk, which goes with the actor, are called before their own names.
+TRUNK = "trunk."
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def _own(role: Policy | Scorer, shares_head: bool) -> dict[str, Tensor]:
             seen.add(tensor.data_ptr())
             found[name] = tensor
     if isinstance(role, Policy) and role.trunk is not None:
-        found |= {f"trunk.{name}": tensor for name, tensor in role.trunk.named_parameters() if tensor.requires_grad}
+        found |= {f"{TRUNK}{name}": tensor for name, tensor in role.trunk.named_parameters() if tensor.requires_grad}
     return found
 
 

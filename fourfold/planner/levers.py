@@ -75,6 +75,7 @@ LEVERS: tuple[Lever, ...] = (
             "adapters over a trunk",
             "optimizer in backward",
             "half-precision frozen roles",
+            "offload optimizer",
         ),
     ),
     Lever(
@@ -211,7 +212,7 @@ LEVERS: tuple[Lever, ...] = (
         "sampler's copy of the actor in the compute type",
         costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
         change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
-        excludes=("park optimizer", "half-precision frozen roles", "float16"),
+        excludes=("park optimizer", "half-precision frozen roles", "float16", "trained trunk"),
     ),
     Lever(
         name="optimizer in backward",
@@ -326,7 +327,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="half of the reward model's own half-precision matrices",
         costs="scores that are off by the rounding; widening the weights for each product",
         change="bounded",
-        bound=0.1,
+        bound=0.2,
         excludes=("adapters", "adapters over a trunk", "service reward", "half-precision frozen roles"),
     ),
 )

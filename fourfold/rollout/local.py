@@ -141,7 +141,8 @@ class LocalSampler:
 
 def _require_finite(policy: Policy) -> None:
     """Logits do not show every damage: attention kernels may turn NaN into a number, some on one processor only."""
-    named = [(name, p) for name, p in policy.named_parameters() if p.ndim >= 2]  # a bias may bar tokens by -inf
+    # A bias may bar tokens by -inf; codes of a quantised base are whole numbers, and finite.
+    named = [(name, p) for name, p in policy.named_parameters() if p.ndim >= 2 and p.is_floating_point()]
     largest = torch.stack([torch.linalg.vector_norm(p.detach(), math.inf).float() for _, p in named])
     if bad := (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
         raise RunFailed(

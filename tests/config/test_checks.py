@@ -284,3 +284,16 @@ def test_fewer_bits_for_what_is_not_there_are_ignored() -> None:
     assert "has no reward model" in problem
     assert found("sharing.mode=adapters", "precision.frozen=nf4") == []
     assert found("precision.frozen=int8", "precision.reference=int8_dynamic", "precision.reward=nf4") == []
+
+
+def test_a_trained_trunk_has_weights_and_gradients_of_its_own() -> None:
+    [problem] = found("trunk.train=true", "precision.frozen=int8")
+    assert "trains a copy of the trunk's weights" in problem
+    [problem] = found("trunk.train=true", "memory.optimizer_residency=offload")
+    assert "allowed there: 'keep', 'park'" in problem
+
+
+def test_a_role_at_a_service_is_held_as_this_run_would() -> None:
+    for role in ("reference", "reward"):
+        at = [f"{role}.residency=service", "service.url=http://127.0.0.1:8777", f"precision.{role}=int8"]
+        assert any("must be this run's own" in problem for problem in found(*at))

@@ -1,8 +1,8 @@
 """Carries out one run although it is killed (SIGKILL) at one moment after the other, each time going on from the disk.
 
-Run by test_resume.py: arguments are a TOML file, and how the names of the moments begin ('' takes all). A forked child
-runs until its moment; the next child resumes. Prints the moments, each of which has really been reached, and ends with
-a child that is left alone.
+Run by test_resume.py: arguments are a TOML file and how the names of its moments begin ('' takes all), and so on for
+other runs. A forked child runs until its moment; the next child resumes. Prints the moments, each of which has really
+been reached, and ends each run with a child that is left alone.
 """
 
 from __future__ import annotations
@@ -113,4 +113,5 @@ def main(config_path: str, beginning: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    for path, moments in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(path, moments)

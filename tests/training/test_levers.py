@@ -5,7 +5,8 @@ whatever else is on, so they are tried many at a time: `together` makes sets of 
 is not refused, and a set is held to all that its members promise:
 
 * the run with all of the set is bit for bit the run with only those that are not exact (at most two);
-* that run lies within the sum of their bounds of the run without them (levers that train other parameters stay).
+* that run lies within the sum of their bounds of the run without them (levers that train other parameters stay), where
+  nothing but these levers says what the runs stand on: a bound for float32 is none for bfloat16.
 
 A set proves a pair only on the pair's own baseline: nothing is in the set that asks for other settings beside it, and
 nothing inexact but the pair itself. So a set is one choice of baseline and of inexact levers, and as many exact ones as
@@ -116,7 +117,7 @@ def reward_stored(folder: Path, tree: str) -> Path:
 
 
 class Services:
-    """A service for each way to share, started when it is first asked for."""
+    """A service for each way to share and hold weights, started when it is first asked for."""
 
     def __init__(self) -> None:
         self.open = contextlib.ExitStack()
@@ -124,7 +125,7 @@ class Services:
 
     def url(self, tree: Mapping[str, Any], roles: tuple[str, ...]) -> str:
         """Of one with these roles of this run; the models of all tests are made from one seed."""
-        key = (*roles, str(tree.get("sharing")), str(tree.get("adapters")))
+        key = (*roles, *(str(tree.get(name)) for name in ("sharing", "adapters", "trunk", "precision")))
         if key not in self._urls:
             self._urls[key] = self.open.enter_context(listening(hosted_roles(dict(tree), *roles))).url
         return self._urls[key]
@@ -225,7 +226,7 @@ def check(folder: Path, having: Sequence[Lever]) -> None:
         assert bit_equal(without, moved(folder, having, having)), (
             f"not exact beside {[each.name for each in rest]}: {culprits(folder, rest, exact, having)}"
         )
-    if bounded:
+    if bounded and baseline(having) == baseline(bounded):
         base = moved(folder, [each for each in rest if each.name in SHARING], having)
         trunk = over_a_trunk(tree_with(folder, having, having))
         bound = sum(each.bound_over(trunk=trunk) for each in bounded)

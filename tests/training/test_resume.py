@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.cli.main import main
 from fourfold.errors import Interrupted
 from training.runs import (
     INTERRUPT,
@@ -47,26 +48,27 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "sharing", "moments", "kills"), [("llama", "trunk", "", 18), ("gpt2", "none", "ppo: ", 10)]
-)
-def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(
-    tmp_path: Path, family: str, sharing: str, moments: str, kills: int
-) -> None:
+def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """FAULTS K3, K7: in every stage, between and during saves; each row of metrics is there once."""
-    changes = merged(STATEFUL, SHARINGS[sharing])
-    run(settings(tmp_path, changes, family=family))
-    expected = outcome(tmp_path / "run")
-    assert [row["step"] for row in expected["rows"] if row["kind"] == "ppo_step"] == [1, 2, 3, 4]
-    assert len({row["kl_coef"] for row in expected["rows"] if row["kind"] == "ppo_step"}) == 4, "the controller moves"
+    runs = {"llama": ("trunk", "", 18), "gpt2": ("none", "ppo: ", 10)}
+    expected, arguments = {}, []
+    for family, (sharing, moments, _) in runs.items():
+        changes, folder = merged(STATEFUL, SHARINGS[sharing]), tmp_path / family
+        run(settings(folder, changes, family=family))
+        expected[family] = outcome(folder / "run")
+        rows = [row for row in expected[family]["rows"] if row["kind"] == "ppo_step"]
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert len({row["kl_coef"] for row in rows}) == 4, "the controller moves"
+        killed = settings(folder, merged(changes, {"output": str(folder / "killed")}), family=family)
+        arguments += [str(write_config(killed, folder / "killed.toml")), moments]
 
-    killed = settings(tmp_path, merged(changes, {"output": str(tmp_path / "killed")}), family=family)
-    config = write_config(killed, tmp_path / "killed.toml")
-    program = [sys.executable, str(Path(__file__).with_name("kill_while_running.py")), str(config), moments]
+    # One program for both: importing the libraries takes longer than the runs.
+    program = [sys.executable, str(Path(__file__).with_name("kill_while_running.py")), *arguments]
     done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == kills
-    same(outcome(tmp_path / "killed"), expected)
+    assert len(done.stdout.splitlines()) == sum(kills for _, _, kills in runs.values())
+    for family, undisturbed in expected.items():
+        same(outcome(tmp_path / family / "killed"), undisturbed)
 
 
 def ppo_only(folder: Path, name: str, **more: Any) -> Tree:
@@ -97,13 +99,15 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(
     same(outcome(tmp_path / "stopped"), undisturbed)
 
 
-def test_the_command_line_exits_with_130_and_goes_on(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_the_command_line_exits_with_130_and_goes_on(
+    tmp_path: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """FAULTS K3: `fourfold run` on the same configuration resumes by itself."""
     config = write_config(ppo_only(tmp_path, "stopped"), tmp_path / "stopped.toml")
-    program = [sys.executable, "-m", "fourfold", "run", str(config)]
-    done = subprocess.run(program, env=ENVIRONMENT | {INTERRUPT: "8:SIGTERM"}, capture_output=True, text=True)
-    assert done.returncode == 130, done.stderr
-    assert "stopped after step 1 of 4" in done.stderr and "Traceback" not in done.stderr
+    interrupt_at(8, "SIGTERM")
+    assert main(["run", str(config)]) == 130
+    said = capsys.readouterr().err
+    assert "stopped after step 1 of 4" in said and "Traceback" not in said
     run(ppo_only(tmp_path, "stopped"))
     same(outcome(tmp_path / "stopped"), undisturbed)
 

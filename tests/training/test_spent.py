@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -81,34 +80,28 @@ def test_notes_of_one_process_replace_each_other_and_add_to_those_before(tmp_pat
     assert folder.spent() == {"sft": PhaseUsage(5.0, 70), "load": PhaseUsage(0.5, 5)}
 
 
-def killed(folder: Path, tree: Tree, program: list[str], **environment: str) -> dict[str, PhaseUsage]:
-    """What a process has noted that did not come to its end."""
-    config = write_config(tree, folder / "killed.toml")
-    done = subprocess.run([*program, str(config)], env=ENVIRONMENT | environment, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return RunFolder(folder / "run").spent()
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Below `ppo` a run of that stage that was killed in its third step, below `sft` one killed after step 3 of 4."""
+    folder = tmp_path_factory.mktemp("killed")
+    ppo = write_config(ppo_only(folder / "ppo"), folder / "ppo.toml")
+    sft = write_config(settings(folder / "sft", {"stages": ["sft"]}), folder / "sft.toml")
+    program = [sys.executable, str(Path(__file__).with_name("kill_once.py"))]
+    program += [str(ppo), "actor", "9", str(sft), "sft policy", "3"]  # an actor takes 4 steps a step of PPO
+    done = subprocess.run(program, env=ENVIRONMENT | {INTERRUPT: "0:"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_a_killed_ppo_leaves_what_it_spent_up_to_its_last_step(tmp_path: Path) -> None:
-    spent = killed(tmp_path, ppo_only(tmp_path), [sys.executable, "-m", "fourfold", "run"], **{INTERRUPT: "15:SIGKILL"})
-    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
+def test_a_killed_ppo_leaves_what_it_spent_up_to_its_last_step(killed: Path) -> None:
+    spent = RunFolder(killed / "ppo" / "run").spent()
+    rows = read_jsonl(killed / "ppo" / "run" / "ppo" / "metrics.jsonl", "ppo_step")
     assert [row["step"] for row in rows] == [1, 2]
     assert spent["generate"].seconds == pytest.approx(sum(row["generate_seconds"] for row in rows))
     assert spent["ppo"].seconds > sum(row["step_seconds"] for row in rows)
     assert spent["ppo"].peak_bytes >= max(row["learn_peak_bytes"] for row in rows)
 
 
-def test_a_killed_sft_leaves_what_it_spent_up_to_its_last_checkpoint(tmp_path: Path) -> None:
-    program = (
-        "import os, sys\n"
-        "from fourfold.backends.local import LocalOptimizer\n"
-        "from fourfold.cli.main import main\n"
-        "step = LocalOptimizer.step\n"
-        "def last(self):\n"
-        "    os.kill(os.getpid(), 9) if self.steps_done == 3 else None\n"
-        "    return step(self)\n"
-        "LocalOptimizer.step = last\n"
-        "main(['run', sys.argv[1]])\n"
-    )
-    spent = killed(tmp_path, settings(tmp_path, {"stages": ["sft"]}), [sys.executable, "-c", program])
+def test_a_killed_sft_leaves_what_it_spent_up_to_its_last_checkpoint(killed: Path) -> None:
+    spent = RunFolder(killed / "sft" / "run").spent()
     assert spent.keys() == {"load", "sft"} and spent["sft"].seconds > 0

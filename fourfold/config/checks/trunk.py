@@ -29,6 +29,11 @@ def trunk(config: RunConfig) -> Iterator[str]:
             f"precision.frozen: given {config.precision.frozen!r} beside trunk.train = true, which trains a copy of "
             "the trunk's weights; leave precision.frozen out, or set trunk.train = false"
         )
+    if given.train and config.memory.optimizer_residency == "offload":
+        yield (
+            "memory.optimizer_residency: given 'offload' beside trunk.train = true, whose two gradients are compared "
+            "on the device before they go down; allowed there: 'keep', 'park'"
+        )
     mini_batches = config.ppo.updates_a_rollout
     if "ppo" in config.stages and given.alternate >= mini_batches:
         yield (
