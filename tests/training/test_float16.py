@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fourfold.backends.local import LocalOptimizer
 from fourfold.batch import Experience
+from fourfold.config import ConfigError
 from fourfold.errors import Interrupted, RunFailed
 from fourfold.memory.budget import BatchSizes, OverBudget
 from fourfold.models.roles import Activations
@@ -57,7 +58,9 @@ def learn(scene: Scene, **changes: Any) -> Learned:
 
 def trained(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of all trained weights."""
-    roles = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    roles: dict[str, nn.Module] = {"actor": trainer.models.actor, "critic": trainer.models.critic}
+    if trainer.models.trunk is not None:
+        roles["trunk"] = trainer.models.trunk
     return {f"{name}.{key}": w for name, role in roles.items() for key, w in weights_of(role).items()}
 
 
@@ -119,6 +122,75 @@ def test_both_roles_skip_the_mini_batch_in_which_one_overflows(
     assert all(math.isfinite(value) for value in metrics.values())
     models = trainer.models
     assert all(p.grad is None for part in (models.actor, models.critic) for p in part.parameters())
+
+
+TRUNKS: dict[str, Tree] = {"both": {}, "balanced": {"balance": "grad_norm"}, "turns": {"alternate": 1}}
+
+
+@pytest.mark.parametrize("trunk", TRUNKS.values(), ids=TRUNKS)
+def test_a_trained_trunks_gradient_is_that_of_float32_within_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trunk: Tree
+) -> None:
+    """Under the same scale as the roles above it; the norms that are measured are those without it."""
+    changes, gradients = {"trunk": {"train": True, **trunk}}, list[Tensor]()
+    exact = scene_for(tmp_path, changes)
+    half = scene_for(tmp_path, merged(changes, FLOAT16))
+    step = LocalOptimizer.step
+
+    def stepping(self: LocalOptimizer) -> float:
+        if self.name == "trunk" and self.steps_done == 0:
+            gradients.append(torch.cat([p.grad.flatten() for p in self._parameters if p.grad is not None]))
+        return step(self)
+
+    monkeypatch.setattr(LocalOptimizer, "step", stepping)
+    metrics = [learn((trainer, *exact[1:])).metrics for trainer in (exact[0], half[0])]
+    expected, found = gradients
+    assert 1e-5 < float((found - expected).norm() / expected.norm()) < 0.02
+    norms = [name for name in metrics[0] if name.startswith("trunk_") and name.endswith(("norm", "cosine"))]
+    assert len(norms) == (1 if "alternate" in trunk else 4)
+    for name in norms:
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=0.02, abs=0.01)
+    assert metrics[1]["steps_skipped_overflow"] == 0 and metrics[1]["loss_scale"] == 64.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+@pytest.mark.parametrize("role", ["actor", "critic", "trunk"])
+def test_all_skip_the_mini_batch_in_which_a_trunk_or_a_role_above_it_overflows(
+    tmp_path: Path, role: str, scale: float
+) -> None:
+    """The first of two, in which the trunk's gradients are measured; what is logged is the second's."""
+    trunk = {"train": True, "critic_grad_scale": scale}
+    scene = scene_for(tmp_path, merged({"trunk": trunk}, FLOAT16))
+    before, given = trained(scene[0]), scene[0].learner.trunk
+    models = scene[0].models
+    overflowing = {"actor": models.actor.branch, "critic": models.critic.branch, "trunk": models.trunk}[role]
+    assert given is not None and overflowing is not None
+    overflow_in(overflowing, 1)
+    metrics = learn(scene).metrics
+    assert metrics["actor_optimizer_steps"] == metrics["critic_optimizer_steps"] == 1
+    assert metrics["steps_skipped_overflow"] == 1 and metrics["loss_scale"] == 32.0
+    assert all(math.isfinite(value) for value in metrics.values()) and metrics["trunk_actor_grad_norm"] > 0
+    assert all(not torch.equal(w, before[name]) for name, w in trained(scene[0]).items() if "q_proj" in name)
+    assert given.optimizer.state_dict()["steps_done"] == 1 and given.gradients.bytes == 0
+
+
+def test_a_loss_over_a_trained_trunk_that_overflows_is_skipped(tmp_path: Path) -> None:
+    trainer, experience, activations = scene_for(tmp_path, merged({"trunk": {"train": True}}, FLOAT16))
+    spoiled = replace(experience, returns=torch.where(experience.response_mask, math.inf, 0.0))
+    before = trained(trainer)
+    metrics = learn((trainer, spoiled, activations)).metrics
+    assert metrics["steps_skipped_overflow"] == 2 and "trunk_grad_norm" not in metrics
+    assert all(torch.equal(w, before[name]) for name, w in trained(trainer).items())
+    assert all(
+        p.grad is None for part in (trainer.models.trunk, trainer.models.actor) if part for p in part.parameters()
+    )
+
+
+def test_an_offloaded_optimizer_beside_float16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"memory\.optimizer_residency: 'offload' beside precision\.compute = 'float16'"
+    ):
+        make_config(settings(tmp_path, merged(FLOAT16, {"memory": {"optimizer_residency": "offload"}})))
 
 
 def test_a_loss_that_overflows_is_skipped_until_the_scale_is_smallest(tmp_path: Path) -> None:

@@ -33,10 +33,15 @@ class Recording:
     """An optimizer that keeps each step's gradients, in float64 and flat, and moves nothing."""
 
     learning_rate = 0.0
+    loss_scale = None
 
     def __init__(self, name: str, module: nn.Module, log: list[str]) -> None:
         self.name, self.module, self.log = name, module, log
         self.gradients: list[Tensor] = []
+
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        raise AssertionError("without a loss scale nobody asks")
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
