@@ -36,7 +36,7 @@ class Counts:
 
 
 class LossScale:
-    """The loss scale of a stage; actor and critic share one."""
+    """The loss scale of a stage; all that is trained in it shares one."""
 
     def __init__(self, initial: float, device: torch.device, *, growth_interval: int = GROWTH_INTERVAL) -> None:
         self._scaler = torch.amp.GradScaler(device.type, init_scale=initial, growth_interval=growth_interval)

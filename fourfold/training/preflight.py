@@ -208,9 +208,9 @@ def _require_small(bias: ReferenceBias, precision: PrecisionSection) -> None:
         raise RunFailed(
             f"pre-flight: the reference in {precision.reference} biases every KL by {bias.per_token_mean:+.2e} nats a "
             f"token (allowed by precision.max_reference_bias: {precision.max_reference_bias:g}) and "
-            f"{bias.per_sequence_mean:+.2e} a sequence: on {bias.tokens:,} tokens, its difference from the same weights in "
-            f"the actor's own numerics ({precision.compute}) has this mean, a size of {bias.absolute_mean:.2e} on average "
-            f"and of {bias.absolute_max:.2e} at most; leave out precision.reference, or allow more"
+            f"{bias.per_sequence_mean:+.2e} a sequence: the mean difference, on {bias.tokens:,} tokens, from the same "
+            f"weights in the actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on "
+            f"average and {bias.absolute_max:.2e} at most; leave out precision.reference, or allow more"
         )
 
 

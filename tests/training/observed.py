@@ -273,12 +273,6 @@ def trunk_layers(scene: Scene, config: RunConfig) -> int:
     return 0 if trunk is None else trunk.num_layers
 
 
-def trunk_type(scene: Scene, config: RunConfig) -> torch.dtype:
-    trunk = scene.base(config).trunk
-    assert trunk is not None
-    return next(trunk.parameters()).dtype
-
-
 def adapter_sizes(scene: Scene, config: RunConfig) -> list[int]:
     return [p.numel() for p in adapter_parameters(scene.base(config).policy.branch)]
 

@@ -327,7 +327,7 @@ LOSS_SCALE = (
     Metric(
         "steps_skipped_overflow",
         "count",
-        "mini-batches in which a gradient or a loss of actor or critic overflowed, so that neither stepped",
+        "mini-batches in which a gradient or a loss of what is trained overflowed, so that nothing stepped",
         "none",
         "0 mostly; some at the start, until the scale fits",
         "steadily above 0: lower `precision.loss_scale` or the learning rates",
