@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox")
@@ -115,4 +121,38 @@ def tiny_directory(
     tokenizer = tiny_tokenizer(pad_is_eos, bos)
     tiny_model(family, vocab_size, layers, hidden, seed, EOS if pad_is_eos else PAD).to(dtype).save_pretrained(path)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(path)
+    return path
+
+
+def tiny_classifier(
+    path: Path, family: str = "bert", *, labels: tuple[str, ...] = ("SCORE",), seed: int = 0, layers: int = 2
+) -> Path:
+    """A Hugging Face directory with a random text classifier, "bert" or "llama", and a tokenizer of its own.
+
+    Letters are its words: "bert" reads them between [CLS] and [SEP], "llama" after [CLS] as its BOS.
+    """
+    characters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-_ \n"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(characters)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    single, pair = (
+        ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1") if family == "bert" else ("[CLS] $A", "[CLS] $A $B")
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", bos_token="[CLS]", sep_token="[SEP]",
+        model_max_length=MAX_POSITIONS, chat_template=CHAT_TEMPLATE,
+        model_input_names=["input_ids", *(["token_type_ids"] if family == "bert" else []), "attention_mask"],
+    ).save_pretrained(path)  # fmt: skip
+    names = dict(enumerate(labels))
+    config = AutoConfig.for_model(
+        family, vocab_size=len(characters), hidden_size=16, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=32, max_position_embeddings=MAX_POSITIONS, pad_token_id=0, initializer_range=0.3,
+        id2label=names, label2id={name: i for i, name in names.items()},
+    )  # fmt: skip
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    torch.random.set_rng_state(torch_state)
+    model.save_pretrained(path)
     return path

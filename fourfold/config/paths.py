@@ -19,7 +19,7 @@ DATA_EXTENSIONS = (".jsonl", ".parquet", ".csv")
 
 def missing_paths(config: RunConfig) -> list[str]:
     """Every path that cannot be used; hub ids are not looked up. Relative paths start at the current folder."""
-    return [*_model(config), *_datasets(config), *_reward(config), *_folders(config)]
+    return [*_causal_model("model.path", config.model.path), *_datasets(config), *_reward(config), *_folders(config)]
 
 
 def missing_packages(config: RunConfig) -> list[str]:
@@ -33,6 +33,9 @@ def missing_packages(config: RunConfig) -> list[str]:
         reasons = given + (low_bit if package == "bitsandbytes" else [])
         if reasons:
             wanted[package] = " and ".join(reasons)
+    if config.reward.source == "model" and config.reward.engine != "torch":
+        because = f"reward.engine = {config.reward.engine!r} (the extra onnx)"
+        wanted |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), because)
     hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
     if hub:
         wanted["datasets"] = f"{' and '.join(hub)}, read from the hub"
@@ -52,26 +55,31 @@ def _resolved(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def _model(config: RunConfig) -> Iterator[str]:
-    path = config.model.path
+def _causal_model(key: str, path: str) -> Iterator[str]:
     if path.startswith("package:"):
         module, _, file = path.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(module) if module.isidentifier() else None
         folders = list(spec.submodule_search_locations or []) if spec else []
         if not folders:
             yield (
-                f"model.path: {path!r} needs the Python package {module!r}, which is not installed; install "
+                f"{key}: {path!r} needs the Python package {module!r}, which is not installed; install "
                 "it, or name another model"
             )
         elif not file or not any((Path(folder) / file).is_file() for folder in folders):
-            yield f"model.path: {path!r}: no file {file!r} in {', '.join(folders)}; allowed: 'package:MODULE/FILE'"
+            yield f"{key}: {path!r}: no file {file!r} in {', '.join(folders)}; allowed: 'package:MODULE/FILE'"
     elif path.endswith(".gguf"):
         if not _resolved(path).is_file():
-            yield f"model.path: no file {path!r} (from {os.getcwd()})"
-    elif looks_local(path) and not _resolved(path).is_dir():
-        yield f"model.path: no folder {path!r} (from {os.getcwd()}); allowed: a model folder, a hub id or a .gguf file"
+            yield f"{key}: no file {path!r} (from {os.getcwd()})"
+    else:
+        yield from _model_folder(key, path, " or a .gguf file")
+
+
+def _model_folder(key: str, path: str, other: str = "") -> Iterator[str]:
+    if looks_local(path) and not _resolved(path).is_dir():
+        separator = "," if other else " or"
+        yield f"{key}: no folder {path!r} (from {os.getcwd()}); allowed: a model folder{separator} a hub id{other}"
     elif _resolved(path).is_dir() and not (_resolved(path) / "config.json").is_file():
-        yield f"model.path: the folder {path!r} holds no config.json; allowed: a folder written by save_pretrained"
+        yield f"{key}: the folder {path!r} holds no config.json; allowed: a folder written by save_pretrained"
 
 
 def _given_datasets(config: RunConfig) -> Iterator[tuple[str, DatasetSection]]:
@@ -107,12 +115,17 @@ def _datasets(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     if config.reward.source == "checkpoint" and not _resolved(config.reward.checkpoint).is_dir():
         yield f"reward.checkpoint: no folder {config.reward.checkpoint!r} (from {os.getcwd()})"
+    if config.reward.source == "model":
+        yield from _model_folder("reward.model", config.reward.model)
+    if config.reference.model:
+        yield from _causal_model("reference.model", config.reference.model)
 
 
 def _folders(config: RunConfig) -> Iterator[str]:
     """Folders that the run writes: the nearest one that exists must be a folder that we may write to."""
     folders = {"output": config.output}
-    if config.model.path.endswith(".gguf"):
+    exports = config.reward.source == "model" and config.reward.engine != "torch"
+    if config.model.path.endswith(".gguf") or config.reference.model.endswith(".gguf") or exports:
         folders["model.cache"] = config.model.cache
     for key, path in folders.items():
         folder = _resolved(path).absolute()

@@ -98,8 +98,13 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         # By identity: tied weights are one parameter under two names.
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
-        if unique:
-            role = getattr(models, name, None)
+        role = getattr(models, name, None)
+        outside = getattr(role, "outside_torch", None)
+        if outside is not None:
+            rows.append(
+                RoleRow(name, outside.parameters, 0, outside.dtype, outside.where, outside.bytes, outside.bytes)
+            )
+        elif unique:
             held = residency_of(role) or getattr(role, "masters", None)
             row = _role_row(name, list(unique.values()), quantized, "" if held is None else held.where)
             rows.append(replace(row, dtype="-", bytes=0, resident_bytes=0) if is_elsewhere(role) else row)

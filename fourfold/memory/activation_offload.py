@@ -14,12 +14,13 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from fourfold.memory.mixins import mix_in
 
 # Below this a copy costs more than it saves (torchtune's OffloadActivations takes the same number).
 SMALL_BYTES = 1024
@@ -108,7 +109,7 @@ def _to_file(content: Tensor, file: _File) -> Fetch:
     return fetch
 
 
-class _Offloading(nn.Module):
+class Offloading(nn.Module):
     """Mixed into a module's class: with gradients, what its forward pass saves is moved out."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,12 +120,6 @@ class _Offloading(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-@cache
-def _offloading(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Offloading{kind.__name__}", (_Offloading, kind), {})
-
-
 def offload_activations(module: nn.Module) -> None:
-    """Move what a module's backward pass needs out of the device's memory; its class changes, its copies do so too."""
-    if not isinstance(module, _Offloading):
-        module.__class__ = _offloading(type(module))
+    """Move what a module's backward pass needs out of the device's memory; its copies do so too."""
+    mix_in(Offloading, module)

@@ -8,15 +8,16 @@ changes: nothing, the same operations give the same bits. What it excludes: noth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.memory.mixins import mix_in
 
-class _Forgetting(nn.Module):
+
+class Forgetting(nn.Module):
     """Mixed into a module's class: with gradients, its forward pass keeps its input only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -26,18 +27,9 @@ class _Forgetting(nn.Module):
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
-@cache
-def _forgetting(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Forgetting{kind.__name__}", (_Forgetting, kind), {})
-
-
 def checkpoint_modules(modules: Sequence[nn.Module], every: int = 1) -> int:
-    """Let every `every`-th module, from the first on, forget what it computed; returns how many they are.
-
-    The class of a module changes, its tensors stay the same objects, and copies do as it does.
-    """
+    """Let every `every`-th module, from the first on, forget what it computed; returns how many they are."""
     chosen = modules[::every]
     for module in chosen:
-        if not isinstance(module, _Forgetting):
-            module.__class__ = _forgetting(type(module))
+        mix_in(Forgetting, module)
     return len(chosen)

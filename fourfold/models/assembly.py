@@ -14,10 +14,13 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
+from fourfold.models.external import External, load_external, weight_bytes
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.loading import Base
+from fourfold.models.onnx import run_by_onnx
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
+from fourfold.models.reference import load_reference
 from fourfold.models.roles import (
     Policy,
     Scorer,
@@ -46,7 +49,7 @@ class FourModels:
     actor: Policy
     critic: Scorer
     reference: Policy
-    reward: Scorer | None
+    reward: Scorer | External | None
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
@@ -60,7 +63,7 @@ class FourModels:
             shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
         return shared
 
-    def own_parameters(self, role: Policy | Scorer) -> list[nn.Parameter]:
+    def own_parameters(self, role: Policy | Scorer | External) -> list[nn.Parameter]:
         """What no other role and no trunk holds."""
         holders = (self.base.trunk, self.base.policy, self.actor, self.critic, self.reference, self.reward)
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
@@ -90,6 +93,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     service is a form without weights.
     """
     room = base.room(config)
+    # First, so that what an export takes for a moment lies beside the base only.
+    external = _external(config, room) if config.reward.source == "model" else None
     own, away = room.planned.weights["actor"], roles_at_a_service(config)
     only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
@@ -100,8 +105,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     with room.role("actor"):
         if sft is not None:
             load_role(sft, actor, record_for(config, "policy"))
-    with room.role("reference", 0 if "reference" in away else own):
-        reference = _reference(config, base, actor, away="reference" in away)
+    reference = _reference(config, base, room, actor, away="reference" in away)
     critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
@@ -118,7 +122,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer, trunk)
+    return FourModels(base, actor, critic, reference, scorer if external is None else external, trunk)
 
 
 def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:
@@ -129,12 +133,26 @@ def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], tr
                 role.stand_on(below)
 
 
-def _reference(config: RunConfig, base: Base, actor: Policy, *, away: bool) -> Policy:
-    if away:
-        return hollow_copy(actor, share_head=base.shares_head)
-    reference = copy_policy(actor, share_head=base.shares_head)
-    _freeze(reference, config.precision.reference, base)
-    return reference
+def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away: bool) -> Policy:
+    """A model of its own, or the actor as it is now."""
+    if config.reference.model:
+        with room.role("reference", weight_bytes(config.reference.model)):
+            return load_reference(config, base)
+    with room.role("reference", 0 if away else room.planned.weights["actor"]):
+        if away:
+            return hollow_copy(actor, share_head=base.shares_head)
+        reference = copy_policy(actor, share_head=base.shares_head)
+        _freeze(reference, config.precision.reference, base)
+        return reference
+
+
+def _external(config: RunConfig, room: Room) -> External:
+    """A reward model of another family, run by the engine of the settings."""
+    with room.role("reward", weight_bytes(config.reward.model)):
+        external = load_external(config, room.budget)
+        if config.reward.engine != "torch":
+            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine)
+    return external
 
 
 def _freeze(role: Policy | Scorer, held: str, base: Base) -> None:

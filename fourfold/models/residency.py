@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.memory.offload import Parked, Streamed
 from fourfold.memory.stores import layout_of, store_below
+from fourfold.models.external import External
 from fourfold.models.roles import Policy, Scorer
 
 Mode = Literal["keep", "park", "stream", "cpu"]
@@ -28,11 +29,11 @@ HOST = torch.device("cpu")
 class RoleResidency:
     """Moves the own tensors of a role in for its phase and out after it."""
 
-    def __init__(self, mode: Mode, role: Policy | Scorer, own: list[nn.Parameter], folder: Path) -> None:
+    def __init__(self, mode: Mode, role: Policy | Scorer | External, own: list[nn.Parameter], folder: Path) -> None:
         self.mode = mode
         device = own[0].device
         self.device = device
-        layers = role.branch.layers if mode == "stream" else []
+        layers = _layers(role) if mode == "stream" else []
         groups = [_of_module(layer, own) for layer in layers]
         streamed = {id(p) for group in groups for p in group}
         groups.append([p for p in own if id(p) not in streamed])
@@ -109,6 +110,10 @@ class RoleResidency:
         return taken
 
 
+def _layers(role: Policy | Scorer | External) -> list[nn.Module]:
+    return role.layers if isinstance(role, External) else role.branch.layers
+
+
 def _of_module(module: nn.Module, own: list[nn.Parameter]) -> list[nn.Parameter]:
     mine = {id(p) for p in module.parameters()}
     return [p for p in own if id(p) in mine]
@@ -120,7 +125,7 @@ class HostResidency:
     device = HOST
     elsewhere = False
 
-    def __init__(self, role: Policy | Scorer) -> None:
+    def __init__(self, role: Policy | Scorer | External) -> None:
         held = (*role.named_parameters(), *role.named_buffers())
         # Deep copies whose tensors are on the host already; the modules that other roles hold too stay as they are.
         memo: dict[int, Any] = {id(t): _on_host(t) for _, t in held}
@@ -160,7 +165,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
 
 
-def place(role: Policy | Scorer, mode: Mode, own: list[nn.Parameter], folder: Path) -> None:
+def place(role: Policy | Scorer | External, mode: Mode, own: list[nn.Parameter], folder: Path) -> None:
     """Hold a frozen role as `mode` says from now on; `own` are the tensors that nobody else holds."""
     if mode == "cpu":
         role.residency = HostResidency(role)

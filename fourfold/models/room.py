@@ -40,7 +40,7 @@ class Room:
         shared and in a role's copy, `trunk` the bytes of a trained trunk. One pass then gives the gradients of trunk,
         actor and critic, those of the trunk twice where they are measured; otherwise one role's are there at a time.
         """
-        roles = ["actor", "critic", "reference", *(["reward"] if config.reward.source != "function" else [])]
+        roles = ["actor", "critic", "reference", *(["reward"] if config.reward.of_the_base else [])]
         roles = [role for role in roles if role not in roles_at_a_service(config)]
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
         for role in ("reference", "reward"):

@@ -6,7 +6,7 @@ Only levers that are not on are proposed, in the order of what they save. No tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fourfold.config.schema import RunConfig
 from fourfold.planner.quantization import QUANTIZED, held_bytes
@@ -98,7 +98,9 @@ def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
 
 
 def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
-    """One copy of the lower layers, or of all, instead of four."""
+    """One copy of the lower layers, or of all, instead of one a role that is made of the model."""
+    theirs = _of_other_models(config)
+    held = replace(held, weights={name: size for name, size in held.weights.items() if name not in theirs})
     weights, learning = sum(held.weights.values()), held.gradients + held.states
     narrow = 1.0 if config.precision.compute == "float32" and config.precision.frozen in ("auto", "float32") else 0.5
     mode = config.sharing.mode
@@ -114,6 +116,12 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
     elif held.own_layers > 1:  # adapters: most of what their backward pass keeps lies in the layers that they are on
         half = held.own_layers // 2
         yield Advice("adapters.layers", str(half), round((learning + held.passing) * (1 - half / held.own_layers)))
+
+
+def _of_other_models(config: RunConfig) -> set[str]:
+    """Roles that are not made of the run's model."""
+    theirs = {"reward": config.reward.source == "model", "reference": bool(config.reference.model)}
+    return {role for role, other in theirs.items() if other}
 
 
 def _trunk(held: Held, config: RunConfig, narrow: float) -> Iterator[Advice]:
@@ -154,7 +162,8 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
         # A trunk's cached activations have its type.
         yield Advice("precision.frozen", '"bfloat16"', (shared + held.cache) // 2 if shared else 0)
     matrices = shared * held.matrix_shares[0]
-    own = {role: held.weights.get(role, 0) * held.matrix_shares[1] for role in ("reference", "reward")}
+    roles = [role for role in ("reference", "reward") if role not in _of_other_models(config)]
+    own = {role: held.weights.get(role, 0) * held.matrix_shares[1] for role in roles}
     for key, kind, size in (("frozen", "nf4", matrices), *((role, "int8", size) for role, size in own.items())):
         if getattr(precision, key) == "auto":
             saves = size - held_bytes(kind, size / width, held.hidden, width)
@@ -164,6 +173,8 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
+        if role == "reward" and config.reward.engine != "torch":
+            continue  # ONNX Runtime holds its weights itself
         own = 0 if residency == "service" else held.weights.get(role, 0)
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))

@@ -87,6 +87,14 @@ def backward_flops(
     )
 
 
+def classifier_flops(matrix_parameters: int, *, layers: int, hidden: int, tokens: int, attended_tokens: int) -> float:
+    """FLOPs of a model of any family whose matrices all see every token: 2 a parameter, and attention.
+
+    The head is among the matrices, though an encoder's sees one token a row.
+    """
+    return 2 * matrix_parameters * tokens + 4 * layers * hidden * attended_tokens
+
+
 def _check(architecture: Architecture, layers: int, tokens: int, attended_tokens: float, head_tokens: int) -> None:
     assert 0 <= layers <= architecture.layers, f"{layers} layers of {architecture.layers}"
     assert tokens >= 0 and attended_tokens >= 0 and 0 <= head_tokens <= tokens, "counts of tokens contradict each other"

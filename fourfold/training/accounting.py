@@ -17,6 +17,9 @@ from fourfold.memory.meter import PassCounter
 from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
+from fourfold.models.external import External
+from fourfold.models.reference import OwnPolicy
+from fourfold.models.roles import Policy
 from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
@@ -65,10 +68,12 @@ class Accountant:
         self._trunk_again = {} if models.trunk is None else _forgotten(models.trunk, memory)
         self._trained_trunk = models.trunk is not None
         self._architecture = Architecture.from_config(models.base.config.to_dict())
+        self._own_reference = _shape_of(models.reference)
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
         self._head_trained = models.actor.head.weight.requires_grad
-        self._has_reward = models.reward is not None
+        self._external = models.reward if isinstance(models.reward, External) else None
+        self._has_reward = models.reward is not None and self._external is None
         matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
         self._adapter_parameters = sum(p.numel() for p in matrices)
         roles = {"reference": models.reference, "reward": models.reward}
@@ -81,6 +86,8 @@ class Accountant:
         """Forget what offloaded roles have done between two steps, in an evaluation or in pre-flight."""
         for held in self._offloaded.values():
             held.take()
+        if self._external is not None:
+            self._external.take_work()
         if self._ahead is not None:
             self._ahead.seconds()
 
@@ -131,12 +138,16 @@ class Accountant:
             self._forward(counter, "trunk", "generate", whole, self._trunk_layers, "none")
         self._forward(counter, "actor", "generate", states, self._branch_layers, "lm")
         self._from_ids(counter, "actor", "generate", states, "lm")  # log-probs by the training engine
-        for role in ("actor", "reference") if full_kl else ():
-            self._from_ids(counter, role, "score", states, "lm")
-        self._from_ids(counter, "reference", "score", states, "lm")
+        if full_kl:
+            self._from_ids(counter, "actor", "score", states, "lm")
+        for _ in range(2 if full_kl else 1):
+            self._reference(counter, states)
         self._from_ids(counter, "critic", "score", whole, "scalar")
         if self._has_reward:
             self._from_ids(counter, "reward", "score", whole, "scalar")
+        if self._external is not None:
+            read, flops = self._external.take_work()
+            counter.count("reward", "score", "forward", read.rows, read.tokens, flops)
         self._learn(counter, learned)
         return counter.take(whole.rows) | self._offload() | self._overlap()
 
@@ -164,6 +175,14 @@ class Accountant:
             self._forward(counter, "trunk", phase, work, self._trunk_layers, "none")
         self._forward(counter, role, phase, work, self._branch_layers, head)
 
+    def _reference(self, counter: PassCounter, work: Work) -> None:
+        if self._own_reference is None:
+            self._from_ids(counter, "reference", "score", work, "lm")
+            return
+        sizes = self._sizes(work, self._own_reference.layers, "lm")
+        sizes |= {"architecture": self._own_reference, "adapter_parameters": 0}
+        counter.count("reference", "score", "forward", work.rows, work.tokens, forward_flops(**sizes))
+
     def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
         counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))
 
@@ -177,6 +196,13 @@ class Accountant:
             "head_tokens": 0 if head == "none" else work.responses,
             "adapter_parameters": 0 if head == "none" else self._adapter_parameters,
         }
+
+
+def _shape_of(reference: Policy) -> Architecture | None:
+    """The architecture of a reference with a model of its own; None where it is the actor's."""
+    if not isinstance(reference, OwnPolicy):
+        return None
+    return Architecture.from_config(reference.branch.body.config.to_dict())
 
 
 def _forgotten(part: Part, memory: MemorySection) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fourfold.diagnostics.trackers import make_trackers
 from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
+from fourfold.models.external import External
 from fourfold.models.loading import Base
 from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
@@ -29,6 +30,7 @@ from fourfold.models.trunk import layer_parameters
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
 from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.external import ExternalReward
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
@@ -56,7 +58,7 @@ class Stores:
 
 
 def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
-    """The reward model, or the function that the settings name."""
+    """The reward model, of this family or another, or the function that the settings name."""
     if config.reward.source == "function":
         return FunctionReward.named(
             config.reward.function,
@@ -64,6 +66,8 @@ def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
             retries=config.reward.retries,
             on_failure=config.reward.on_failure,
         )
+    if isinstance(models.reward, External):
+        return ExternalReward(models.reward, models.base.tokenizer)
     assert models.reward is not None, "assemble has loaded the reward model"
     if config.reward.residency == "service":
         return reward_at_service(config, models.base, models.reward, models.critic)

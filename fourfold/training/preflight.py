@@ -20,6 +20,7 @@ from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
+from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations
 from fourfold.models.split import Part
 from fourfold.planner.quantization import QUANTIZED
@@ -84,6 +85,7 @@ class Preflight:
     actor_dtype: str
     reference_dtype: str
     fresh: bool
+    own_reference: bool
     reference_bias: ReferenceBias | None = None  # where actor and reference compute alike there is none
 
     def with_stored(self, earlier: Mapping[str, Any] | None) -> Preflight:
@@ -98,6 +100,8 @@ class Preflight:
     def describe(self) -> str:
         """One line for the terminal."""
         kl = f"KL to reference {self.kl_gap_mean:.1e}" if self.fresh else "KL not checked (resumed)"
+        if self.own_reference:
+            kl = f"|log ratio| to reference.model {self.kl_gap_mean:.2g} (another model: not 0)"
         ratio, sampler = f"|log ratio| {self.ratio_gap_mean:.1e}", f"sampler gap {self.sampler_gap_mean:.1e}"
         return f"pre-flight: {ratio} · {kl} · {sampler} nats a token"
 
@@ -127,7 +131,8 @@ def preflight(
     """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes; RunFailed names the one
     that is too large.
 
-    `fresh` is False for a resumed run, whose actor has rightly moved away from the reference.
+    `fresh` is False for a resumed run, whose actor has rightly moved away from the reference. The distance to a
+    reference with a model of its own is told, not judged.
     """
 
     def first(rows: int) -> Preflight:
@@ -144,6 +149,7 @@ def _measure(
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = bounds_of(actor.branch, models.base.trunk)
+    own_reference = isinstance(models.reference, OwnPolicy)
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -157,6 +163,7 @@ def _measure(
         actor_dtype=str(actor.branch.compute_dtype),
         reference_dtype=_held(models, config),
         fresh=fresh,
+        own_reference=own_reference,
         reference_bias=ReferenceBias.measured(scored) if differs and fresh else None,
     )
     if result.actor_dtype != result.reference_dtype and not differs:
@@ -172,7 +179,7 @@ def _measure(
     )
     if result.reference_bias is not None:
         _require_small(result.reference_bias, config.precision)
-    elif fresh:
+    elif fresh and not own_reference:
         # A service makes the trunk's activations anew, as the trainer does after the sampler.
         anew = models.base.trunk is not None and is_elsewhere(models.reference)
         allowed = bounds.sampler if anew else bounds.kl

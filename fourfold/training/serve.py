@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from fourfold.config import RunConfig
+from fourfold.config.checks import roles_of_the_base
 from fourfold.models.assembly import frozen_roles, record_for
 from fourfold.models.loading import load_base
 from fourfold.scoring.service.hosted import Hosted, Identity
@@ -19,11 +20,7 @@ from fourfold.training.pipeline import Say, on_this_machine
 
 def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
     """The roles of a run that has them: what its stages sft and reward have left, or the base model."""
-    if "reward" in roles and config.reward.source == "function":
-        raise ValueError(
-            "--roles reward: reward.source = 'function' has no reward model; give --roles reference, and call the "
-            "function where the run is"
-        )
+    _require_of_the_base(config, roles)
     config = on_this_machine(config)
     folder = RunFolder(Path(config.output).expanduser())
     reward = reward_model(config, folder) if "reward" in roles else None
@@ -43,7 +40,25 @@ def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
 
 def roles_of(config: RunConfig) -> tuple[str, ...]:
     """Those that a run has and a service can hold."""
-    return ("reference",) if config.reward.source == "function" else ("reference", "reward")
+    return tuple(roles_of_the_base(config))
+
+
+def _require_of_the_base(config: RunConfig, roles: Collection[str]) -> None:
+    """Exactly what a run may leave to a service: ValueError where a role is not made of the run's own model."""
+    have = roles_of(config)
+    reasons = {
+        "reference": f"reference.model = {config.reference.model!r} is not the run's own model",
+        "reward": f"reward.source = {config.reward.source!r} has no reward model of the run's own",
+    }
+    if others := [role for role in roles if role not in have]:
+        instead = f"give --roles {','.join(have)}" if have else "this run has no role that a service can hold"
+        because = " and ".join(reasons[role] for role in others)
+        raise ValueError(f"--roles {','.join(roles)}: {because}; {instead}, and let the run hold the rest itself")
+    if not roles:
+        raise ValueError(
+            f"serve: {reasons['reference']} and {reasons['reward']}, so that there is no role that a service can hold; "
+            "the run holds them itself"
+        )
 
 
 def serve(

@@ -42,6 +42,7 @@ def found(*overrides: str, base: str = BASE) -> list[str]:
 NO_PAIRS = "without pairs"
 LOADED = [NO_PAIRS, "reward.source=checkpoint", "reward.checkpoint=x"]
 CALLED = [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.init=actor"]
+OWN_MODEL = [NO_PAIRS, "reward.source=model", "reward.model=owner/judge", "critic.init=actor"]
 EVALUATED = "data.prompts_test.path=d.csv"
 TRAINED = ["trunk.train=true"]
 UNCLIPPED = [f"{section}.max_grad_norm=0" for section in ("sft", "reward", "ppo", "critic")]
@@ -108,6 +109,31 @@ REFUSED = [
     ([*CALLED, "reward.function=''"], "reward.function: given '', but .* needs 'module:name'"),
     ([*CALLED, "reward.function=a.b"], "reward.function: given 'a.b'"),
     ([*CALLED, "critic.init=reward"], "critic.init: 'reward' copies the reward model"),
+    ([*OWN_MODEL, "reward.model=''"], "reward.model: given '', but .* needs a sequence classifier"),
+    ([*OWN_MODEL, "reward.model=x.gguf"], "reward.model: given 'x.gguf', but .* which GGUF files do not hold"),
+    ([*OWN_MODEL, "reward.model=package:a/b"], "reward.model: given 'package:a/b'"),
+    ([*OWN_MODEL, "critic.init=reward"], "critic.init: 'reward' copies the reward model, .* is of another family"),
+    ([*OWN_MODEL, "reward.label.GOOD=0.0"], "reward.label: given {'GOOD': 0.0}; allowed: factors of"),
+    ([*OWN_MODEL, "reward.label.GOOD=inf"], "reward.label.GOOD: given inf; allowed: finite"),
+    ([*OWN_MODEL, "reward.template='{prompt}'"], "reward.template: given '{prompt}', which leaves the resp"),
+    ([*OWN_MODEL, "reward.template='{answer}'"], "reward.template: given '{answer}', which asks for 'answer'"),
+    ([*OWN_MODEL, "reward.template='{response'"], "reward.template: given '{response', which cannot be read"),
+    ([*OWN_MODEL, "reward.template='{response:5}'"], "reward.template: given .*, which formats a text as"),
+    ([*OWN_MODEL, "reward.standardise=true"], "reward.standardise: given, but reward.source = 'model'"),
+    ([*OWN_MODEL, "reward.retries=3"], "reward.retries: given, but reward.source = 'model' calls no function"),
+    (["reward.engine=onnx"], "reward.engine: given, but reward.source = 'train' brings no model of another family"),
+    ([*LOADED, "reward.model=x/y"], "reward.model: given, but reward.source = 'checkpoint'"),
+    ([*OWN_MODEL, "reward.engine=onnx", "reward.compute=bfloat16"], "reward.compute: given, but reward.engine"),
+    ([*OWN_MODEL, "reward.engine=onnx_int8", "reward.residency=park"], "reward.residency: given, but .* holds its"),
+    ([*OWN_MODEL, "reward.engine=onnx", "reward.device=cpu"], "reward.device: given, but reward.engine = 'onnx'"),
+    ([*OWN_MODEL, "reward.residency=cpu"], "reward.residency: given 'cpu' beside .* try reward.device = 'cpu'"),
+    ([*OWN_MODEL, "reward.residency=service", "service.url=http://a:1"], "reward.residency: given 'service' beside"),
+    ([*OWN_MODEL, "precision.reward=int8"], "precision.reward: given, but .* have the type of reward.compute"),
+    (["reference.model=a/b", "precision.reference=int8"], "precision.reference: given, but reference.model is held"),
+    (
+        ["reference.model=a/b", "reference.residency=service", "service.url=http://a:1"],
+        "reference.residency: given 'service' beside reference.model, .* allowed: 'keep', 'park', 'stream' or 'cpu'",
+    ),
     ([*LOADED, "reward.num_epochs=2"], "reward.num_epochs: given, but"),
     ([*LOADED, "reward.init=base"], "reward.init: given, but reward.source = 'checkpoint' trains no reward model"),
     (["reward.retries=3"], "reward.retries: given, but reward.source = 'train' calls no function"),
@@ -169,6 +195,20 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
         [*CALLED, "reward.function=pack.mod:name", "critic.init=base"],
         [*CALLED, "reward.retries=0", "reward.on_failure=drop"],
         LOADED,
+        OWN_MODEL,
+        [*OWN_MODEL, "reward.template=chat", "reward.engine=onnx_int8", "reward.max_tokens=9", "reward.label.A=-1"],
+        [*OWN_MODEL, "reward.template='Q: {{{prompt}}} A: {response}'", "reward.compute=bfloat16", "reward.device=cpu"],
+        [*OWN_MODEL, "critic.init=base", "reward.residency=stream", "reference.model=owner/larger"],
+        [
+            *OWN_MODEL,
+            "reference.model=a/b",
+            "reference.residency=cpu",
+            "trunk.train=true",
+            "precision.compute=bfloat16",
+        ],
+        [*OWN_MODEL, "sampling.overlap_scoring=true", "reward.residency=park", "sampling.batch_size=4"],
+        ["reference.model=a/b", "reward.residency=service", "service.url=http://a:1", "precision.frozen=nf4"],
+        [*OWN_MODEL, "reference.residency=service", "service.url=http://a:1"],
         ["stages=['ppo']"],
         ["stages=['reward']", "reward.init=sft"],
         ["ppo.steps=3", "critic.warmup_rollouts=1", "ppo.warmup_steps=8", "critic.warmup_steps=12"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -291,6 +292,33 @@ def test_reward_checkpoint_must_be_a_folder(tmp_path: Path) -> None:
     config = load(tmp_path, "", *PPO_ONLY, "reward.source=checkpoint", f"reward.checkpoint={tmp_path / 'rm'}")
     with pytest.raises(ConfigError, match=r"reward\.checkpoint: no folder"):
         check_paths(config)
+
+
+OWN_MODEL = [*PPO_ONLY, "reward.source=model", "critic.init=actor"]
+
+
+def test_roles_with_models_of_their_own_need_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts.jsonl", "pairs.csv", "prompts.parquet"):
+        (tmp_path / name).touch()
+    (tmp_path / "bare").mkdir()
+    given = [*OWN_MODEL, "data.prompts.path=prompts.parquet"]
+    check_paths(load(tmp_path, "", *given, "reward.model=owner/judge", "reference.model=owner/larger"))
+    with pytest.raises(ConfigError, match=r"reward\.model: no folder './none'") as caught:
+        check_paths(load(tmp_path, "", *given, "reward.model=./none", "reference.model=bare", "model.path=a/b"))
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["reward.model", "reference.model"]
+    cached = load(tmp_path, "", *given, "reward.model=owner/judge", "reward.engine=onnx", "model.cache=pairs.csv/x")
+    with pytest.raises(ConfigError, match=r"model\.cache: 'pairs\.csv/x' cannot be made"):
+        check_paths(cached)
+
+
+def test_an_engine_needs_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(tmp_path, "", *OWN_MODEL, "reward.model=owner/judge", "reward.engine=onnx_int8")
+    check_packages(config)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else real(name))
+    with pytest.raises(ConfigError, match=r"reward\.engine = 'onnx_int8' \(the extra onnx\), but .* onnxscript is not"):
+        check_packages(config)
 
 
 def test_missing_packages_are_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

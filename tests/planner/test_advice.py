@@ -87,6 +87,24 @@ def test_a_lever_that_is_on_is_not_proposed() -> None:
     assert not {"memory.checkpointing", "memory.activation_offload"} & by_setting("learn", held, on).keys()
 
 
+def test_models_of_their_own_are_parked_but_share_nothing() -> None:
+    held = Held(weights=FOUR | {"reward": 9000}, states=1600, layers=10, own_layers=10, hidden=64)
+    own: dict[str, Any] = {"source": "model", "model": "owner/judge"}
+    found = by_setting("learn", held, config(sharing={"mode": "none"}, reward=own))
+    assert found["reward.residency"] == ('"park"', 9000)
+    without = by_setting(
+        "learn", Held(FOUR | {"reward": 0}, states=1600, layers=10, own_layers=10), config(sharing={"mode": "none"})
+    )
+    assert found["sharing.mode"][1] <= without["sharing.mode"][1] < 9000
+    engine = config(sharing={"mode": "none"}, reward=own | {"engine": "onnx"})
+    assert "reward.residency" not in by_setting("learn", held, engine)
+    fewer = {"precision.reference", "precision.reward"}
+    held = replace(held, matrix_shares=(0.0, 0.9))
+    assert fewer <= by_setting("learn", held, config(sharing={"mode": "none"})).keys()
+    theirs = config(sharing={"mode": "none"}, reward=own, reference={"model": "owner/larger"})
+    assert not fewer & by_setting("learn", held, theirs).keys(), "refused beside models of their own"
+
+
 @pytest.mark.parametrize("mode", ["none", "trunk", "adapters"])
 def test_every_setting_that_is_proposed_exists_and_load_says_nothing_of_batches(mode: str) -> None:
     """FAULTS J5, J10."""

@@ -34,6 +34,7 @@ from fourfold.training.reward_model import train_reward
 from fourfold.training.supervised import train_sft
 from fourfold.training.texts import TextCache
 from fourfold.training.trainer import Trainer
+from tiny import tiny_classifier, tiny_directory
 from training.runs import Tree, by_function, make_config, merged, settings
 
 SMALL: Tree = {
@@ -99,6 +100,8 @@ class Scene:
         self._known: dict[Any, Any] = {}
         self._folders = 0
         rows = [{"text": "a b", "prompt": "a", "chosen": " c", "rejected": " d", "other": f" e {i}"} for i in range(8)]
+        tiny_directory(folder / "other", layers=3, seed=5)
+        tiny_classifier(folder / "classifier", labels=("BAD", "GOOD"), seed=3)
         (folder / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def config(self, stage: str, changes: dict[str, Any]) -> RunConfig:

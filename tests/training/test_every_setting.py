@@ -76,6 +76,9 @@ SHOWN = {
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",
     "reward.on_failure": "training/test_pipeline.py::test_failed_scores_stop_the_run_or_are_dropped",
+    "reward.device": "models/test_external.py::test_where_and_how_wide_auto_is",
+    "reward.engine": "training/test_own_models.py::test_a_run_scored_by_onnx_runtime",
+    "reward.model": "models/test_external.py::test_a_batch_is_scored_as_each_text_by_hand",
     "reward.init": "training/test_pipeline.py::test_a_reward_model_that_is_to_start_from_an_sft_needs_one",
     "critic.init": "models/test_assembly.py::test_the_critic_starts_from_the_named_source",
     "critic.warmup_rollouts": "training/test_update.py::test_critic_warm_up_leaves_the_actor_alone",
@@ -137,6 +140,12 @@ def dataset(name: str) -> list[Row]:
 ADAPTED = {"sharing.mode": "adapters", "trunk": None}
 TRAINED = {"trunk.train": True}
 ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
+OWN_REWARD = {
+    "reward.source": "model",
+    "reward.model": "FOLDER/classifier",
+    "reward.function": None,
+    "reward.label": {"GOOD": 1.0},
+}
 ALL_TOKENS = list(range(4, 160))
 ROWS = [
     Row("seed", 0, 1, prompts),
@@ -154,6 +163,7 @@ ROWS = [
     Row("adapters.dora", False, True, adapter_sizes, also=ADAPTED),
     Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
+    Row("reference.model", "", "FOLDER/other", metric("reference_score_flops")),
     Row("precision.frozen", "bfloat16", "int8", types_held),
     Row("precision.reference", "bfloat16", "int8", metric("kl_per_token_mean")),
     Row("precision.loss_scale", 64.0, 32.0, metric("loss_scale"), also={"precision.compute": "float16"}),
@@ -178,6 +188,10 @@ ROWS = [
         what_a_failing_function_leads_to,
         also={"reward.function": "training.observed:fails_every_other_time"},
     ),
+    Row("reward.label", {"GOOD": 1.0}, {"BAD": 1.0}, metric("score_mean"), also=OWN_REWARD),
+    Row("reward.template", "", "a: {response}", metric("score_mean"), also=OWN_REWARD),
+    Row("reward.max_tokens", 0, 4, metric("reward_forward_tokens"), also=OWN_REWARD),
+    Row("reward.compute", "float32", "bfloat16", metric("score_mean"), also=OWN_REWARD),
     *optimizer("critic", "ppo", weights("critic")),
     Row("sampling.max_new_tokens", 4, 6, metric("response_length_max")),
     Row("sampling.temperature", 1.0, 0.5, metric("entropy_per_token_mean")),

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from fourfold.cli.main import main
 from fourfold.errors import RunFailed
 from fourfold.training.ppo import describe_roles
+from tiny import tiny_directory
 from training.runs import (
     SEPARATE,
     Tree,
@@ -251,6 +252,43 @@ def test_a_run_whose_service_dies_fails_and_goes_on_with_the_next_to_the_same_en
         {key: row[key] for key in row if key in keys} for row, keys in zip(found["rows"], known, strict=True)
     ]
     assert [name for name in expected if found[name] != expected[name]] == []
+
+
+OF_ANOTHER_FAMILY = {"source": "model", "model": "x/judge", "function": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "text"),
+    [
+        (
+            {"reward": OF_ANOTHER_FAMILY},
+            ["--roles", "reward"],
+            "'model' has no reward model of .* --roles reference, and",
+        ),
+        (
+            {"reference": {"model": "x/y"}},
+            ["--roles", "reference"],
+            "reference.model = 'x/y' is not the run's own model",
+        ),
+        ({"reference": {"model": "x/y"}}, [], "no role that a service can hold; the run holds them itself"),
+    ],
+)
+def test_models_of_a_role_of_its_own_are_not_served(
+    tmp_path: Path, changes: Tree, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(settings(tmp_path, merged(by_function("pays_by_hash"), changes)), tmp_path / "config.toml")
+    assert main(["serve", str(config), "--port", "0", *arguments]) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_one_role_at_a_service_beside_a_reference_of_its_own(tmp_path: Path) -> None:
+    """What a service holds is this run's own reward model, whatever the other role is."""
+    other = tiny_directory(tmp_path / "other", layers=3, seed=5)
+    tree = merged(separate(tmp_path), {"reference": {"model": str(other)}})
+    with listening(hosted_roles(tree, "reward")) as server:
+        rows = [make_trainer(make_config(each)).step() for each in (tree, at_service(tree, server.url, "reward"))]
+    for name in ("score_mean", "kl_per_sequence_mean", "actor_grad_norm"):
+        assert rows[0][name] == rows[1][name], name
 
 
 @pytest.mark.parametrize(

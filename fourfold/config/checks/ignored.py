@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fourfold.config.checks.service import roles_at_a_service
-
 if TYPE_CHECKING:
-    from fourfold.config.schema import RunConfig, TrunkSection
+    from fourfold.config.schema import RewardSection, RunConfig, TrunkSection
 
 # What training a reward model reads; nothing of it is used when the reward comes from elsewhere.
 REWARD_TRAINING = (
     *("optimizer", "learning_rate", "schedule", "warmup_steps", "betas", "eps", "weight_decay", "max_grad_norm"),
     *("init", "num_epochs", "batch_size", "micro_batch_size", "max_pairs", "standardise"),
 )
+
+# What only a reward model of another family reads.
+REWARD_OWN_MODEL = ("model", "label", "template", "max_tokens", "compute", "device", "engine")
 
 
 class Because(Protocol):
@@ -42,21 +43,10 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         _of_the_trunk(config.trunk, because)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
-    if config.reward.source == "function":
-        because("reward.source = 'function' has no reward model", "reward", "residency")
-    if not roles_at_a_service(config):
+    if "service" not in (config.reference.residency, config.reward.residency):
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)
-    if config.reward.source != "checkpoint":
-        because(f"reward.source = {config.reward.source!r} loads no reward model", "reward", "checkpoint")
-    if config.reward.source != "function":
-        # A model answers the same way every time: no use to ask it again, and a score that is not finite stops the run.
-        reason = f"reward.source = {config.reward.source!r} calls no function"
-        because(reason, "reward", "function", "retries", "on_failure")
-    if config.reward.source != "train":
-        reason = f"reward.source = {config.reward.source!r} trains no reward model"
-        because(reason, "reward", *REWARD_TRAINING)
-        because(reason, "data", "pairs", "pairs_test")
+    _of_the_reward(config.reward, because)
     if config.ppo.kl_controller == "fixed":
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:
@@ -75,14 +65,39 @@ def _of_precision(config: RunConfig, because: Because) -> None:
     given = config.precision
     if config.sharing.mode == "none":
         because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
-    if config.reward.source == "function":
-        because("reward.source = 'function' has no reward model", "precision", "reward")
     if given.compute != "float16":
         because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
-    if not given.reference_differs:
+    if config.reference.model:
+        reason = "reference.model is held in the actor's compute type, as it comes"
+        because(reason, "precision", "reference", "max_reference_bias")
+    elif not given.reference_differs:
         because(
             f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
         )
+
+
+def _of_the_reward(reward: RewardSection, because: Because) -> None:
+    if reward.source == "function":
+        because("reward.source = 'function' has no reward model", "reward", "residency")
+        because("reward.source = 'function' has no reward model", "precision", "reward")
+    if reward.source == "model":
+        because("the weights of reward.source = 'model' have the type of reward.compute", "precision", "reward")
+    if reward.source != "checkpoint":
+        because(f"reward.source = {reward.source!r} loads no reward model", "reward", "checkpoint")
+    if reward.source != "function":
+        # A model answers the same way every time: no use to ask it again, and a score that is not finite stops the run.
+        reason = f"reward.source = {reward.source!r} calls no function"
+        because(reason, "reward", "function", "retries", "on_failure")
+    if reward.source != "model":
+        reason = f"reward.source = {reward.source!r} brings no model of another family"
+        because(reason, "reward", *REWARD_OWN_MODEL)
+    elif reward.engine != "torch":
+        reason = f"reward.engine = {reward.engine!r} runs on the CPU and holds its weights itself"
+        because(reason, "reward", "compute", "device", "residency")
+    if reward.source != "train":
+        reason = f"reward.source = {reward.source!r} trains no reward model"
+        because(reason, "reward", *REWARD_TRAINING)
+        because(reason, "data", "pairs", "pairs_test")
 
 
 def _of_the_trunk(trunk: TrunkSection, because: Because) -> None:

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 def roles_at_a_service(config: RunConfig) -> list[str]:
     """Names of the roles whose weights a service holds."""
-    has_reward = config.reward.source != "function"
-    at_service = {
-        "reference": config.reference.residency == "service",
-        "reward": has_reward and config.reward.residency == "service",
-    }
-    return [role for role, there in at_service.items() if there]
+    return [role for role in roles_of_the_base(config) if getattr(config, role).residency == "service"]
+
+
+def roles_of_the_base(config: RunConfig) -> list[str]:
+    """Names of the frozen roles that are made of the run's own model, which a service can hold."""
+    made = {"reference": not config.reference.model, "reward": config.reward.of_the_base}
+    return [role for role, of_the_base in made.items() if of_the_base]
 
 
 def service(config: RunConfig) -> Iterator[str]:

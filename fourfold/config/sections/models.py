@@ -15,7 +15,8 @@ class ModelSection(Section):
         "'package:MODULE/FILE' for a file inside an installed Python package."
     )
     cache: str = Field(
-        default="~/.cache/fourfold/models", description="Folder for converted models (GGUF to bf16 safetensors)."
+        default="~/.cache/fourfold/models",
+        description="Folder for converted models (GGUF to bf16 safetensors, reward models to ONNX).",
     )
 
 
@@ -184,6 +185,11 @@ RESIDENCY = (
 
 
 class ReferenceSection(Section):
+    model: str = Field(
+        default="",
+        description="A whole model of its own for the reference, named as in model.path, with the same vocabulary; "
+        "'': the actor as it is at step 0.",
+    )
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )

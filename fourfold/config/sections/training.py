@@ -37,14 +37,55 @@ class SftSection(OptimizerSection):
 
 
 class RewardSection(OptimizerSection):
-    source: Literal["train", "checkpoint", "function"] = Field(
-        default="train", description="Train a reward model on the pairs, load one, or call a Python function."
+    @property
+    def of_the_base(self) -> bool:
+        """Whether the reward model is made of the run's own model: a head above a copy of its layers."""
+        return self.source in ("train", "checkpoint")
+
+    source: Literal["train", "checkpoint", "function", "model"] = Field(
+        default="train",
+        description="Train a reward model on the pairs, load one of those, call a Python function, or take a text "
+        "classifier of any family, which reads the responses as text.",
     )
     checkpoint: str = Field(default="", description="Folder of a trained reward model (source = 'checkpoint').")
     function: str = Field(
         default="",
         description="'module:name' of a Python function (source = 'function'): "
         "takes prompts and responses (lists of str), returns a list of float.",
+    )
+    model: str = Field(
+        default="",
+        description="Sequence classifier (source = 'model'), encoder or decoder: a Hugging Face directory with "
+        "safetensors and tokenizer, or a hub id.",
+    )
+    label: dict[str, float] = Field(
+        default_factory=dict,
+        description="Factor of each logit that counts (source = 'model'), by its label in the model's config, such as "
+        "{POSITIVE = 1.0, NEGATIVE = -1.0}; the score is the sum. A model with one logit needs none.",
+    )
+    template: str = Field(
+        default="",
+        description="What the model of source = 'model' reads. '': prompt and response as one text; 'pair': as the "
+        "tokenizer's two segments; 'chat': as user and assistant in the chat template of its tokenizer; else a text "
+        "with {prompt} and {response}. All are decoded without the actor's special tokens.",
+    )
+    max_tokens: Count = Field(
+        default=0,
+        description="Longest text in tokens of the model of source = 'model'; longer ones lose their beginning "
+        "(special tokens stay). 0: as many as it has positions.",
+    )
+    compute: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Type of the weights and products of source = 'model'; its head is float32 always. 'auto' is that "
+        "of precision.compute; with device = 'cpu' beside a GPU what the CPU multiplies.",
+    )
+    device: Literal["auto", "cpu"] = Field(
+        default="auto", description="Where the model of source = 'model' runs: where the others do, or on the CPU."
+    )
+    engine: Literal["torch", "onnx", "onnx_int8"] = Field(
+        default="torch",
+        description="What runs the model of source = 'model': torch, or ONNX Runtime on the CPU (extra onnx) with "
+        "float32 or INT8 weights. Exported once into model.cache; at every start its scores are compared with torch's.",
     )
     init: Literal["sft", "base"] = Field(
         default="sft", description="Weights that the reward model starts from; by default the base's where no sft is."

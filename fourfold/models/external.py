@@ -1,0 +1,368 @@
+"""A reward model of another family: a transformers sequence classifier that reads text with a tokenizer of its own.
+
+What it saves: any published reward model serves as it is, smaller than the actor or larger, without a copy of the
+actor's layers. What it costs: decoding and tokenising every response again. What it changes: the scores, by what the
+two tokenizers make of a text. What it excludes: a critic that starts from the reward model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from jaxtyping import Float32
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fourfold.config.schema import RewardSection, RunConfig
+from fourfold.memory.attention import use_attention
+from fourfold.memory.budget import Budget
+from fourfold.memory.offload import Residency
+from fourfold.memory.precision import DTYPES, resolve_compute
+from fourfold.models.loading import device_of, no_loading_bar, out_of_the_file
+from fourfold.planner.architectures import FAMILIES
+from fourfold.planner.compute import causal_attended_tokens, classifier_flops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What a padded batch is checked on when a model is loaded: texts of several lengths, so that most rows have padding.
+PROBE: tuple[tuple[str, str], ...] = (
+    ("what is rain?", " water."),
+    ("say something good about the sea and the wind", " it is wide and blue, and the wind makes the waves of it."),
+    ("the book", " was long, and dull. i left it after ten pages."),
+    ("a", " b"),
+)
+# Largest difference that padding may make, relative to the largest score: rounding of the compute type.
+PADDING_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+# Lengths that stand for "no limit" in tokenizers' configs are far above this.
+_NO_LIMIT = 10**6
+
+Row = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Makes rows of token ids of prompts and responses, as the reward model's own tokenizer does."""
+
+    tokenizer: Any
+    template: str
+    names: tuple[str, ...]  # the model's inputs
+    padding: Mapping[str, int]
+    limit: int  # tokens a row, 0 for none
+
+    def rows(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[list[Row], int]:
+        """One row a response, and how many were too long: of those the first tokens go, special ones stay."""
+        segments = self._segments(prompts, responses)
+        rows = self._ids(segments, {})
+        long = [number for number, row in enumerate(rows) if self.limit and len(row["input_ids"]) > self.limit]
+        for number in long:
+            rows[number] = self._cut(rows[number], [part[number] for part in segments])
+        return rows, len(long)
+
+    def _segments(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[str]]:
+        """The texts, or the first and the second segments."""
+        if self.template == "pair":
+            return [list(prompts), list(responses)]
+        pairs = zip(prompts, responses, strict=True)
+        if self.template == "chat":
+            return [[self._chat(prompt, response) for prompt, response in pairs]]
+        template = self.template or "{prompt}{response}"
+        return [[template.format(prompt=prompt, response=response) for prompt, response in pairs]]
+
+    def _chat(self, prompt: str, response: str) -> str:
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        return self.tokenizer.apply_chat_template(turns, tokenize=False)
+
+    def _ids(self, segments: Sequence[Sequence[str]], cut: Mapping[str, Any]) -> list[Row]:
+        # A chat template writes its special tokens itself.
+        special = self.template != "chat"
+        found = self.tokenizer(*segments, add_special_tokens=special, verbose=False, **cut)
+        return [{name: found[name][row] for name in self.names} for row in range(len(segments[0]))]
+
+    def _cut(self, row: Row, segments: Sequence[str]) -> Row:
+        if self.template != "chat":
+            [row] = self._ids([[text] for text in segments], {"truncation": True, "max_length": self.limit})
+            return row
+        head = int(self.limit > 1 and row["input_ids"][0] == self.tokenizer.bos_token_id)
+        return {name: [*ids[:head], *ids[len(ids) - self.limit + head :]] for name, ids in row.items()}
+
+    def batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Rows side by side, padded on the right: int64 [batch, time] for each of the model's inputs."""
+        width = max(len(row["input_ids"]) for row in rows)
+        return {
+            name: torch.tensor([[*row[name], *[fill] * (width - len(row[name]))] for row in rows])
+            for name, fill in self.padding.items()
+        }
+
+
+class Classifier(Protocol):
+    """What runs the model."""
+
+    def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
+        """What the model says of each row, before any softmax."""
+        ...
+
+
+class TorchClassifier(nn.Module):
+    """The model in torch."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers that run one after the other; none where the architecture does not show them."""
+        depth = getattr(self.model.config, "num_hidden_layers", None)
+        stacks = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        return list(stacks[0]) if len(stacks) == 1 else []
+
+    @torch.no_grad()
+    def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
+        """On the device that the model is on."""
+        return self.model(**{name: ids.to(self.model.device) for name, ids in inputs.items()}).logits.float()
+
+
+@dataclass
+class TextWork:
+    """Rows and tokens that went through the model, in its own tokens, and keys attended to."""
+
+    rows: int = 0
+    tokens: int = 0
+    attended: int = 0
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Weights that another engine than torch holds, for the table of roles."""
+
+    parameters: int
+    dtype: str
+    where: str
+    bytes: int
+
+
+class External(nn.Module):
+    """score = sum over labels of factor x logit, in float32, of texts that `reader` has read."""
+
+    residency: Residency | None = None
+    outside_torch: Outside | None = None
+
+    def __init__(self, classifier: TorchClassifier, reader: TextReader, factors: Sequence[float]) -> None:
+        super().__init__()
+        self.classifier: Classifier = classifier
+        self.reader = reader
+        self._factors = torch.tensor(factors, dtype=torch.float32)
+        self._config = classifier.model.config
+        looked_up = {id(m.weight) for m in classifier.modules() if isinstance(m, nn.Embedding)}
+        matrices = [p for p in classifier.parameters() if p.ndim >= 2 and id(p) not in looked_up]
+        self._matrix_parameters = sum(p.numel() for p in matrices)
+        self._work = TextWork()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """What a stream holds two of at a time."""
+        return self.classifier.layers if isinstance(self.classifier, TorchClassifier) else []
+
+    def scores(self, rows: Sequence[Row]) -> Float32[Tensor, "batch"]:
+        """One number a row."""
+        lengths = [len(row["input_ids"]) for row in rows]
+        self._work.rows += len(rows)
+        self._work.tokens += sum(lengths)
+        causal = self._config.model_type in FAMILIES
+        self._work.attended += causal_attended_tokens(lengths) if causal else sum(n * n for n in lengths)
+        logits = self.classifier.logits(self.reader.batch(rows))
+        return logits @ self._factors.to(logits.device)
+
+    def take_work(self) -> tuple[TextWork, float]:
+        """What went through the model since the last `take_work`, and its FLOPs."""
+        work, self._work = self._work, TextWork()
+        flops = classifier_flops(
+            self._matrix_parameters,
+            layers=getattr(self._config, "num_hidden_layers", 0),
+            hidden=getattr(self._config, "hidden_size", 0),
+            tokens=work.tokens,
+            attended_tokens=work.attended,
+        )
+        return work, flops
+
+
+def load_external(config: RunConfig, budget: Budget) -> External:
+    """`reward.model` with its tokenizer, in torch; ValueError where a weight, a label or a template is not there."""
+    settings = config.reward
+    device, dtype = placed(config)
+    model, tokenizer = _classifier(settings.model, dtype)
+    use_attention(model, config.memory.attention, device)
+    model.requires_grad_(False).eval()
+    cast(nn.Module, model).to(device)
+    out_of_the_file(model)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    pad_id = _pad_id(model, tokenizer)
+    classifier = TorchClassifier(model)
+    if dtype != torch.float32:
+        _keep_head_in_float32(model)
+    reader = _reader(model, tokenizer, settings, pad_id)
+    external = External(classifier, reader, _factors(model, settings))
+    if settings.residency == "stream" and not external.layers:
+        raise ValueError(
+            f"reward.residency = 'stream': {type(model).__name__} does not show its layers as one list of "
+            f"{getattr(model.config, 'num_hidden_layers', '?')}; allowed: 'keep' or 'park'"
+        )
+    budget.watch(external.layers)
+    verify_padding(external, tolerance=PADDING_TOLERANCE[dtype])
+    return external
+
+
+def weight_bytes(path: str) -> int:
+    """Bytes of the weights' files in a folder; 0 where there is no such folder yet."""
+    return sum(file.stat().st_size for file in Path(path).expanduser().glob("*.safetensors"))
+
+
+def placed(config: RunConfig) -> tuple[torch.device, torch.dtype]:
+    """Where the model is, and the type of its weights."""
+    reward, others = config.reward, device_of(config)
+    if reward.engine != "torch":
+        return torch.device("cpu"), torch.float32  # what is exported and compared with
+    device = torch.device("cpu") if reward.device == "cpu" else others
+    # What the run computes in says nothing about another kind of device.
+    wanted = config.precision.compute if reward.compute == "auto" and device.type == others.type else reward.compute
+    return device, DTYPES[resolve_compute(wanted, device)]
+
+
+def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    place = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
+    try:
+        with no_loading_bar():
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+        # The library's annotation leaves out the report.
+        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"reward.model = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
+            "config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"reward.model = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: "
+            "they would be random; give a model that was trained to score or to classify texts"
+        )
+    return model, tokenizer
+
+
+def _factors(model: PreTrainedModel, settings: RewardSection) -> list[float]:
+    """A factor for each logit."""
+    labels: Any = model.config.id2label
+    count = len(labels)
+    names = [str(labels[number]) for number in range(count)]
+    if not settings.label and count == 1:
+        return [1.0]
+    shown = ", ".join(map(repr, names[:20]))
+    if not settings.label:
+        raise ValueError(
+            f"reward.label: not given, but {settings.model!r} has {count} labels; allowed: a factor for some of "
+            f"{shown}; try reward.label = {{{names[-1]} = 1.0}}"
+        )
+    for name in settings.label:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"reward.label: given {name!r}; {hint}labels of {settings.model!r}: {shown}")
+    return [settings.label.get(name, 0.0) for name in names]
+
+
+def _pad_id(model: PreTrainedModel, tokenizer: Any) -> int:
+    """The id that fills rows up; decoders find the last token of a row by it."""
+    rows = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    for given in (model.config.pad_token_id, tokenizer.pad_token_id):
+        if given is not None and 0 <= given < rows:
+            model.config.pad_token_id = given
+            return given
+    raise ValueError(
+        f"reward.model: neither the config nor the tokenizer names a padding token below {rows}, so that texts of "
+        "several lengths cannot be told apart; put pad_token_id into the model's config.json"
+    )
+
+
+def _keep_head_in_float32(model: PreTrainedModel) -> None:
+    """Rounding a score to bfloat16's 8 bits would make ties of responses that are nearly as good."""
+    for child in model.children():
+        if child is not model.base_model:
+            child.float()
+            child.register_forward_pre_hook(lambda _, args: tuple(a.float() for a in args))
+
+
+def _reader(model: PreTrainedModel, tokenizer: Any, settings: RewardSection, pad_id: int) -> TextReader:
+    if settings.template == "chat" and tokenizer.chat_template is None:
+        raise ValueError(
+            f"reward.template: given 'chat', but the tokenizer of {settings.model!r} has no chat template; allowed: "
+            "'', 'pair', or a text with {prompt} and {response}"
+        )
+    taken = inspect.signature(model.forward).parameters
+    names = tuple(name for name in tokenizer.model_input_names if name in taken)
+    padding = {"input_ids": pad_id, "token_type_ids": tokenizer.pad_token_type_id, "attention_mask": 0}
+    tokenizer.truncation_side = "left"
+    return TextReader(
+        tokenizer, settings.template, names, {name: padding[name] for name in names}, _limit(model, tokenizer, settings)
+    )
+
+
+def _limit(model: PreTrainedModel, tokenizer: Any, settings: RewardSection) -> int:
+    """Tokens that a row may have; 0 where nothing limits them."""
+    positions = _positions(model)
+    if not settings.max_tokens:
+        return min((limit for limit in (positions, tokenizer.model_max_length) if 0 < limit < _NO_LIMIT), default=0)
+    special = 0 if settings.template == "chat" else tokenizer.num_special_tokens_to_add(settings.template == "pair")
+    if not special < settings.max_tokens <= (positions or _NO_LIMIT):
+        raise ValueError(
+            f"reward.max_tokens: given {settings.max_tokens}; allowed for {settings.model!r}: {special + 1} (its "
+            f"special tokens and one more) to {positions or _NO_LIMIT:,}"
+        )
+    return settings.max_tokens
+
+
+def _positions(model: PreTrainedModel) -> int:
+    """Positions that the model has; 0 where they are not limited."""
+    limits = [getattr(model.config, "max_position_embeddings", None) or 0]
+    for module in model.modules():
+        # RoBERTa and its kin count positions from the padding's id on.
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            limits.append(table.num_embeddings - table.padding_idx - 1)
+    return min((limit for limit in limits if limit > 0), default=0)
+
+
+def probe(reader: TextReader) -> list[Row]:
+    """Rows of several lengths."""
+    prompts, responses = zip(*PROBE, strict=True)
+    return reader.rows(prompts, responses)[0]
+
+
+def verify_padding(external: External, *, tolerance: float) -> float:
+    """Largest difference that a batch makes to the scores of its rows, relative to the largest; ValueError beyond."""
+    rows = probe(external.reader)
+    alone = torch.cat([external.scores([row]) for row in rows])
+    gap = relative_gap(external.scores(rows), alone)
+    if not gap <= tolerance:
+        raise ValueError(
+            f"reward.model: rows with padding are scored otherwise than alone, by {gap:.2e} of the largest score "
+            f"(allowed {tolerance:.0e}), or the scores are 0 or not finite; check the weights, and pad_token_id in "
+            "config.json"
+        )
+    return gap
+
+
+def relative_gap(scores: Tensor, truth: Tensor) -> float:
+    """max |scores - truth| / max |truth|."""
+    return float((scores - truth).abs().max() / truth.abs().max())

@@ -1,0 +1,94 @@
+"""A reference with a whole model of its own instead of the actor as it was at step 0.
+
+What it saves: nothing by itself; parked or streamed it is in memory in the score phase only. What it costs: its
+weights, and passes through all of its layers where the other roles' begin above a cached trunk. What it changes: the
+KL, which is not 0 at step 0 any more. What it excludes: models with another vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from fourfold.batch import Rollout
+from fourfold.config.schema import RunConfig
+from fourfold.memory.attention import use_attention
+from fourfold.models.heads import LanguageHead
+from fourfold.models.loading import (
+    SPLIT_TOLERANCE,
+    Base,
+    embedding_rows,
+    load_causal_lm,
+    out_of_the_file,
+    require_positions,
+)
+from fourfold.models.products import prepare_for_decoding
+from fourfold.models.roles import Activations, Policy, freeze
+from fourfold.models.split import Part, cut, layout_of, verify_whole
+
+
+class OwnPolicy(Policy):
+    """A policy over a whole model: it reads the rollout's ids, whatever the activations of the other roles are."""
+
+    def stand_on(self, trunk: Part) -> None:
+        """Its own layers begin at the ids: no trunk is below them."""
+
+    def hidden_before(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
+        """Hidden states before each response token."""
+        return super().hidden_before(Activations(rollout.sequences, rollout.attention_mask), rollout)
+
+
+def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
+    """`reference.model`, frozen, in the actor's compute type; ValueError where KL to it is not defined."""
+    path, device = config.reference.model, base.budget.device
+    dtype = base.policy.branch.compute_dtype
+    held = (
+        dtype if config.sharing.mode != "none" else torch.float32
+    )  # rounded as the base is, then frozen as its copies
+    model, tokenizer = load_causal_lm(path, Path(config.model.cache), held, key="reference.model")
+    _require_same_vocabulary(config, base.tokenizer, tokenizer)
+    _require_rows(config, embedding_rows(model), len(base.policy.head.weight))
+    use_attention(model, config.memory.attention, device)
+    layout = layout_of(model)
+    if layout.learned_positions:
+        require_positions(config, model.config.max_position_embeddings)
+    layers = len(getattr(getattr(model, layout.body), layout.layers))
+    branch = cut(model, 0, layers, compute_dtype=dtype)
+    verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
+    reference = OwnPolicy(branch, LanguageHead.of(model)).to(device)
+    freeze(reference)
+    out_of_the_file(reference)
+    prepare_for_decoding(reference.branch)
+    base.budget.watch(reference.branch.layers)
+    return reference
+
+
+def _require_rows(config: RunConfig, theirs: int, actors: int) -> None:
+    """Rows beyond the vocabulary fill the embedding up: the actor can still sample those that it has."""
+    full = config.ppo.kl_estimator == "full"
+    if theirs < actors or (full and theirs > actors):
+        allowed = "exactly" if full else "at least"
+        raise ValueError(
+            f"reference.model: {config.reference.model!r} has logits for {theirs:,} ids, the actor for {actors:,}; "
+            f"allowed with ppo.kl_estimator = {config.ppo.kl_estimator!r}: {allowed} as many; try another size of the "
+            "family"
+        )
+
+
+def _require_same_vocabulary(config: RunConfig, actors: Any, references: Any) -> None:
+    """KL compares probabilities of the same tokens, so every id must be the same text to both."""
+    mine, theirs = actors.get_vocab(), references.get_vocab()
+    if mine == theirs:
+        return
+    token = min(token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token))
+    raise ValueError(
+        f"reference.model: {config.reference.model!r} has another vocabulary than model.path = "
+        f"{config.model.path!r} "
+        f"({len(theirs):,} and {len(mine):,} tokens; {token!r} is {theirs.get(token, 'none')} and "
+        f"{mine.get(token, 'none')}), and a KL needs the same tokens; try a model of the actor's family, or score by "
+        "it: reward.source = 'model'"
+    )
