@@ -182,7 +182,11 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
             yield Advice(f"{role}.residency", '"park"', own)
     if config.memory.optimizer_residency == "keep":
         yield Advice("memory.optimizer_residency", '"park"', held.states)
-    elif config.memory.optimizer_residency == "park":
+    elif (
+        config.memory.optimizer_residency == "park"
+        and config.precision.compute != "float16"
+        and not (config.sharing.mode == "trunk" and config.trunk.train)
+    ):
         narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
         yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
     if "ppo" in config.stages and config.ppo.optimizer == "adamw":
