@@ -69,7 +69,8 @@ def fused_log_probs(
     "none" gives zeros.
 
     logits = scale * hidden @ weight^T + bias; with `softcap` c they become c * tanh(logits / c).
-    The product runs in the dtype of `hidden` and `weight`, everything after it in float32 (float64 for float64).
+    The product runs in the dtype of `hidden`, into which a frozen `weight` of another is put a few rows at a time;
+    everything after it in float32 (float64 for float64).
     At most `chunk_tokens` rows of logits exist at a time.
     """
     _check_inputs(hidden, weight, temperature, softcap, chunk_tokens)
@@ -385,9 +386,9 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _check_inputs(hidden: Tensor, weight: Tensor, temperature: float, softcap: float, chunk_tokens: int) -> None:
-    if hidden.dtype != weight.dtype:
+    if hidden.dtype != weight.dtype and weight.requires_grad:
         raise ValueError(
-            f"hidden is {hidden.dtype}, weight is {weight.dtype}: they must agree; try weight.to(hidden.dtype)"
+            f"hidden is {hidden.dtype}, weight is {weight.dtype}: trained, they must agree; try weight.to(hidden.dtype)"
         )
     if temperature <= 0 or softcap < 0 or chunk_tokens < 1:
         raise ValueError(

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from fourfold.backends.scaling import LossScale
 
 
 class RoleOptimizer(Protocol):
     """The optimizer of one trained role, with clipping and schedule."""
 
     name: str
+    loss_scale: LossScale | None  # float16: what losses are scaled with, shared by the roles of a stage
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss that is already divided by the global denominator."""
+        ...
+
+    @property
+    def scaled(self) -> Optimizer:
+        """Torch's optimizer, whose gradients a loss scale is taken off."""
         ...
 
     def step(self) -> float:

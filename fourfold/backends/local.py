@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.backends.scaling import LossScale
 from fourfold.config.schema import MemorySection, OptimizerSection
 from fourfold.errors import RunFailed
 from fourfold.memory.optimizer_offload import Masters, OffloadedStates
@@ -32,6 +33,7 @@ class LocalOptimizer:
         total_steps: int,
         memory: MemorySection | None = None,
         folder: Path | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.name = name
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -39,6 +41,7 @@ class LocalOptimizer:
         self._settings = settings
         self._total = max(total_steps, 1)
         self._steps_done = 0
+        self.loss_scale = loss_scale
         memory = memory or MemorySection()
         self._in_backward = memory.optimizer_in_backward
         self._norms: dict[nn.Parameter, Tensor] = {}
@@ -92,9 +95,19 @@ class LocalOptimizer:
             return s.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
         return s.learning_rate
 
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        """Torch's optimizer, whose gradients a loss scale is taken off."""
+        return self._optimizer
+
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; a loss that is not finite stops the run."""
+        """Add the gradients of `loss`; a loss that is not finite stops the run, or counts as an overflow of float16."""
+        scale = self.loss_scale
         if not bool(torch.isfinite(loss)):
+            if scale is not None and not scale.smallest:
+                # Its gradients need not be infinite, where a clamp has cut them off: mark them.
+                self._parameters[0].grad = torch.full_like(self._parameters[0], math.nan)
+                return
             self.discard()
             raise RunFailed(
                 f"learn: the {self.name}'s loss is {float(loss.detach())}; the last good checkpoint is kept; "
@@ -103,7 +116,7 @@ class LocalOptimizer:
         if self._in_backward:
             assert not self._norms, "a second backward pass before the step that belongs to the first"
             self._use_learning_rate()
-        loss.backward()
+        (loss if scale is None else scale.scaled(loss)).backward()
 
     def _step_in_backward(self, p: nn.Parameter) -> None:
         assert p.grad is not None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(setting: str, compute: torch.dtype) -> torch.dtype:
+    """The type of a setting whose 'auto' is the type that trained roles compute in."""
+    return compute if setting == "auto" else DTYPES[setting]
 
 
 def resolve_compute(setting: str, device: torch.device) -> str:
-    """'bfloat16' or 'float32' for a setting that may be 'auto'.
+    """The name of a type for a setting that may be 'auto': then 'bfloat16' or 'float32'.
 
     bfloat16 pays only where the hardware multiplies it: on a CPU without such instructions a product in bfloat16 ran
     6 times slower than in float32 (docs/log.md).

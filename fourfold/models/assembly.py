@@ -12,6 +12,7 @@ from torch import nn
 from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
+from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.external import External, load_external, weight_bytes
 from fourfold.models.identity import RoleWeights, weights_of_role
@@ -105,7 +106,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         if sft is not None:
             load_role(sft, actor, record_for(config, "policy"))
     reference = _reference(config, base, room, actor, away="reference" in away)
-    critic, scorer = _critic_and_reward(config, room, actor, fresh, reward, away="reward" in away)
+    critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
     trunk = None
@@ -141,7 +142,7 @@ def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away
         if away:
             return hollow_copy(actor, share_head=base.shares_head)
         reference = copy_policy(actor, share_head=base.shares_head)
-        freeze(reference)
+        _freeze(reference, config.precision.reference, base)
         return reference
 
 
@@ -154,8 +155,14 @@ def _external(config: RunConfig, room: Room) -> External:
     return external
 
 
+def _freeze(role: Policy | Scorer, held: str, base: Base) -> None:
+    """In the type that a setting names; weights in fewer bits compute as the actor does."""
+    dtype = None if held in QUANTIZED else dtype_of(held, role.branch.compute_dtype)
+    freeze(role, dtype, with_language_head=not base.shares_head)
+
+
 def _critic_and_reward(
-    config: RunConfig, room: Room, actor: Policy, fresh: Scorer | None, reward: Path | None, *, away: bool
+    config: RunConfig, base: Base, room: Room, fresh: Scorer | None, reward: Path | None, *, away: bool
 ) -> tuple[Scorer, Scorer | None]:
     """`fresh` is a scorer on the base model, which one of the two becomes; a reward model that is `away` is neither."""
     own, init = room.planned.weights["actor"], config.critic.init
@@ -169,7 +176,7 @@ def _critic_and_reward(
             critic = copy_scorer(scorer) if init == "reward" and not away else fresh
     if init == "actor":
         with room.role("critic", own):
-            critic = scorer_on(actor)
+            critic = scorer_on(base.policy)
     if reward is not None and critic is not None and away:
         return critic, hollow_copy(critic, share_head=False)
     if critic is None or critic is scorer:
@@ -178,7 +185,7 @@ def _critic_and_reward(
             'has none; try critic.init = "actor" or "base"'
         )
     if scorer is not None:
-        freeze(scorer)
+        _freeze(scorer, config.precision.reward, base)
     return critic, scorer
 
 
@@ -196,12 +203,12 @@ def frozen_roles(
         assert reward is not None, "a run without a reward model serves none"
         load_role(reward, scorer, record_for(config, "scorer"))
         weights["reward"] = weights_of_role(base, scorer)
-        freeze(scorer)
+        _freeze(scorer, config.precision.reward, base)
     if "reference" in roles:
         if sft is not None:
             load_role(sft, policy, record_for(config, "policy"))
         weights["reference"] = weights_of_role(base, policy)
-        freeze(policy)
+        _freeze(policy, config.precision.reference, base)
     held: list[tuple[Policy | Scorer, str, str]] = []
     if "reference" in roles:
         held.append((policy, config.precision.reference, "reference"))

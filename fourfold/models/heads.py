@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from fourfold.algorithms.log_probs import Entropy, fused_full_kl, fused_log_probs
-from fourfold.models.products import linear_few_rows
+from fourfold.models.products import linear_few_rows, linear_in_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,6 +23,9 @@ class LanguageHead(nn.Module):
         self.weight = weight
         self.bias = bias
         self.softcap = softcap
+        # A product in pieces need not be bit-equal to one over the whole vocabulary, so all roles take the same way: it
+        # is theirs where the head that they share is held in fewer bytes than they compute in.
+        self.widened_in_pieces = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LanguageHead:
@@ -33,8 +36,15 @@ class LanguageHead(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
         """Float32 logits of a few positions (sampling); training uses `log_probs`."""
         bias = None if self.bias is None else self.bias.to(compute_dtype)
-        out = linear_few_rows(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()
+        if self.widened_in_pieces:
+            out = linear_in_pieces(hidden.to(compute_dtype), self.weight, bias).float()
+        else:
+            out = linear_few_rows(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()
         return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
+
+    def _weight(self, compute_dtype: torch.dtype) -> Tensor:
+        """The weight for products in `compute_dtype`, or as it is held where those widen it piece by piece."""
+        return self.weight if self.widened_in_pieces else self.weight.to(compute_dtype)
 
     def log_probs(
         self,
@@ -48,7 +58,7 @@ class LanguageHead(nn.Module):
         """Log-probs of `labels` and entropies, in chunks of tokens; the matrix product runs in `compute_dtype`."""
         return fused_log_probs(
             hidden.to(compute_dtype),
-            self.weight.to(compute_dtype),
+            self._weight(compute_dtype),
             labels,
             bias=None if self.bias is None else self.bias.to(compute_dtype),
             temperature=temperature,
@@ -57,14 +67,20 @@ class LanguageHead(nn.Module):
         )
 
     def full_kl(
-        self, hidden: Tensor, other: LanguageHead, other_hidden: Tensor, temperature: float, compute_dtype: torch.dtype
+        self,
+        hidden: Tensor,
+        other: LanguageHead,
+        other_hidden: Tensor,
+        temperature: float,
+        compute_dtypes: tuple[torch.dtype, torch.dtype],
     ) -> Float32[Tensor, "tokens"]:
-        """Exact KL(self, other) of every token over the vocabulary, without gradient."""
+        """Exact KL(self, other) of every token over the vocabulary, without gradient; each in its own type."""
+        own, others = compute_dtypes
         return fused_full_kl(
-            hidden.to(compute_dtype),
-            other_hidden.to(compute_dtype),
-            self.weight.to(compute_dtype),
-            other.weight.to(compute_dtype),
+            hidden.to(own),
+            other_hidden.to(others),
+            self._weight(own),
+            other._weight(others),
             bias_p=self.bias,
             bias_q=other.bias,
             temperature=temperature,

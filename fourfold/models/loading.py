@@ -25,11 +25,11 @@ from torch import nn
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
 from fourfold.memory.budget import Budget, tensor_bytes
-from fourfold.memory.precision import DTYPES, resolve_compute
+from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead
-from fourfold.models.products import prepare_for_decoding
+from fourfold.models.products import hold_as, prepare_for_decoding, rounded
 from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Largest relative difference between trunk + branch and the whole model: rounding of the compute type.
-SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass
@@ -319,17 +319,22 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
 def _hold(config: RunConfig, base: Base) -> None:
     """Hold the base as `precision.frozen` says, and put the adapters on it."""
     branch, trunk, kind = base.policy.branch, base.trunk, config.precision.frozen
-    adapted = config.sharing.mode == "adapters"
+    adapted, compute = config.sharing.mode == "adapters", branch.compute_dtype
+    narrow = kind not in QUANTIZED and dtype_of(kind, compute) != compute
     if kind in QUANTIZED:
         for part in (trunk, branch if adapted else None):
             if part is not None:
                 quantize_checked(base.policy, trunk, part, kind, base.probe(), "frozen")
+    elif narrow:
+        _hold_shared(base.policy.head, trunk, dtype_of(kind, compute))
     for part in (branch, trunk):
         if part is not None:
             prepare_for_decoding(part)
             base.budget.watch(part.layers)
     if adapted:
         add_adapters(branch, config.adapters, seed=config.seed)
+        if narrow:
+            hold_as(branch, dtype_of(kind, compute))
         _check_gradients(base)
 
 
@@ -337,6 +342,16 @@ def _check_gradients(base: Base) -> None:
     adapters = nn.ParameterList(adapter_parameters(base.policy.branch)).requires_grad_(True)
     check_gradients(base.policy.branch, base.trunk, base.probe(), "adapters")
     adapters.requires_grad_(False)
+
+
+def _hold_shared(head: LanguageHead, trunk: Part | None, dtype: torch.dtype) -> None:
+    """Trunk and language head in fewer bytes than the roles compute in: a trunk computes in that type, too."""
+    if trunk is not None:
+        for p in trunk.parameters():
+            p.data = rounded(p.data, dtype)
+        trunk.compute_dtype = dtype
+    head.weight.data = rounded(head.weight.data, dtype)  # not in every model one tensor with the look-up
+    head.widened_in_pieces = True
 
 
 def _trunk_depth(config: RunConfig, total: int) -> int:

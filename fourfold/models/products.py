@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fourfold.models.adapters import is_adapter
+
 # Up to this many rows W @ x^T beats x @ W^T (MKL, float32, 2 threads, 32 rows: 107 against 71 GFLOP/s for 576 -> 1536
 # and 92 against 54 for 576 -> 49,152; equal at 64 rows and more).
 FEW_ROWS = 64
+# Rows of a weight over the vocabulary that are widened at once.
+WIDENED_ROWS = 8192
 
 
 def linear_few_rows(
@@ -22,6 +28,14 @@ def linear_few_rows(
     if bias is not None:
         out += bias
     return out.reshape(*x.shape[:-1], -1)
+
+
+def linear_in_pieces(
+    x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None
+) -> Float[Tensor, "*rows outputs"]:
+    """As `linear_few_rows`, with some rows of a narrower weight in the type of `x` at a time."""
+    out = torch.cat([linear_few_rows(x, piece.to(x.dtype), None) for piece in weight.split(WIDENED_ROWS)], dim=-1)
+    return out if bias is None else out + bias
 
 
 class FewRowsLinear(nn.Linear):
@@ -45,6 +59,54 @@ class WidenedLinear(FewRowsLinear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs], in the type of the input."""
         return linear_few_rows(input, self.weight.to(input.dtype), self.bias)
+
+
+@cache
+def _widened_conv1d() -> type[nn.Module]:
+    """The same for GPT-2's Conv1D, which keeps [inputs, outputs]."""
+    from transformers.pytorch_utils import Conv1D
+
+    class WidenedConv1D(Conv1D):
+        def forward(self, x: Tensor) -> Tensor:
+            flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight.to(x.dtype))
+            return flat.view(*x.shape[:-1], self.nf)
+
+    return WidenedConv1D
+
+
+@torch.no_grad()
+def hold_as(module: nn.Module, dtype: torch.dtype) -> None:
+    """Round the matrices of frozen linear layers and look-ups to `dtype`; products keep the type of their inputs.
+
+    Adapters are left as they are. What the look-ups give is put into the compute type by the part that they belong to
+    (models/split.py).
+    """
+    for name, child in module.named_modules():
+        kind = type(child)
+        if is_adapter(name):
+            continue
+        if kind in (nn.Linear, FewRowsLinear):
+            child.__class__ = WidenedLinear
+        elif kind.__name__ == "Conv1D":
+            child.__class__ = _widened_conv1d()
+        elif not isinstance(child, nn.Embedding):
+            continue
+        weight = child.get_parameter("weight")
+        assert not weight.requires_grad, "a trained matrix keeps its float32 master"
+        weight.data = rounded(weight, dtype)
+
+
+def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`; a number that is too large for it is a ValueError."""
+    if weight.dtype == dtype:
+        return weight
+    narrow = weight.to(dtype)
+    if not bool(torch.isfinite(narrow).all()) and bool(torch.isfinite(weight).all()):
+        raise ValueError(
+            f"a frozen weight of {float(weight.abs().max()):.3g} is too large for {str(dtype).removeprefix('torch.')} "
+            f"(at most {torch.finfo(dtype).max:.3g}); allowed in [precision]: types that hold it; try 'bfloat16'"
+        )
+    return narrow
 
 
 def hold_narrowly(module: nn.Module) -> None:

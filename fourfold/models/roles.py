@@ -26,6 +26,7 @@ from fourfold.memory.offload import Residency, absent, residency_of
 from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead, ScalarHead
+from fourfold.models.products import rounded
 from fourfold.models.split import Part
 
 AnyRollout = TypeVar("AnyRollout", bound=Rollout)
@@ -200,22 +201,31 @@ def _unflatten(flat: Float32[Tensor, "tokens"], mask: Bool[Tensor, "batch respon
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def freeze(role: Policy | Scorer) -> None:
-    """Take a role out of training: no gradients, and its matrices kept in the compute type.
+def freeze(role: Policy | Scorer, dtype: torch.dtype | None = None, *, with_language_head: bool = True) -> None:
+    """Take a role out of training: no gradients, its matrices kept in the type that it computes in: `dtype` from here
+    on, or as before.
 
     Vectors (norms, biases) and scalar heads stay float32: autocast does not touch them in the trained role either, so
-    a frozen copy computes bit for bit what the trained one computes.
+    a frozen copy in the same type computes bit for bit what the trained one computes. A language head that belongs to
+    a shared trunk or base stays as it is, and so does the base below adapters.
     """
     role.requires_grad_(False)
-    for parameter in _matrices(role):
-        parameter.data = parameter.data.to(role.branch.compute_dtype)
+    same = dtype in (None, role.branch.compute_dtype)
+    role.branch.compute_dtype = dtype = dtype or role.branch.compute_dtype
+    if is_adapted(role.branch):
+        # Beside trained ones in the same type they are float32, as those are.
+        held = [] if same else [p for p in adapter_parameters(role.branch) if p.ndim >= 2]
+    else:
+        held = _matrices(role, with_language_head=with_language_head)
+    for parameter in held:
+        parameter.data = rounded(parameter.data, dtype)
 
 
-def _matrices(role: Policy | Scorer) -> list[nn.Parameter]:
+def _matrices(role: Policy | Scorer, *, with_language_head: bool = True) -> list[nn.Parameter]:
     """What is multiplied in the compute type whatever it is held in."""
     if is_adapted(role.branch):
-        return []  # the base has the compute type already; adapters are float32
-    parts = [role.branch, role.head] if isinstance(role, Policy) else [role.branch]
+        return []  # the base has its type already; adapters are float32
+    parts = [role.branch, role.head] if isinstance(role, Policy) and with_language_head else [role.branch]
     return [p for part in parts for p in part.parameters() if p.ndim >= 2]
 
 

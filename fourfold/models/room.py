@@ -47,13 +47,12 @@ class Room:
             if role in weights and (kind := getattr(config.precision, role)) in QUANTIZED:
                 weights[role] += held_bytes(kind, matrices[1] // 4, hidden, 4) - matrices[1]
         weights[TRAINED_TRUNK] = trunk
-        together = trunk > 0 and config.trunk.alternate == 0
         shares = (matrices[0] / max(whole - own, 1), matrices[1] / max(own, 1))
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
             matrix_shares=shares,
             trained=2 * own + trunk,
-            gradients=2 * own + 2 * trunk if together else own + trunk,
+            gradients=_gradients(config, own, trunk),
             states=4 * own + 2 * trunk,
             layers=layers[0],
             own_layers=layers[1],
@@ -78,3 +77,10 @@ class Room:
         need = f"; weights, gradients and optimizer states of the run need about {mib(needed)}" if needed else ""
         helps = proposed or "more memory, or a smaller model in model.path"
         return f"{shortage}. Loaded so far: {loaded}{need}. Would help most: {helps}"
+
+
+def _gradients(config: RunConfig, own: int, trunk: int) -> int:
+    """Bytes of the gradients that are there at a time, `own` those of one role."""
+    if trunk:
+        return own + trunk if config.trunk.alternate else 2 * own + 2 * trunk
+    return 2 * own if config.precision.compute == "float16" else own  # docs/decisions/0009

@@ -57,7 +57,8 @@ class Part(nn.Module):
     """Consecutive decoder layers that turn ids (or the activations below) into activations.
 
     Linear weights run in `compute_dtype`; parameters keep the type they are stored in, so float32 masters are
-    trained through autocast, and frozen parts hold the compute type itself.
+    trained through autocast, and frozen parts hold the compute type itself. A frozen part may be given another type to
+    compute in than it was cut with.
     """
 
     def __init__(self, body: PreTrainedModel, *, takes_ids: bool, compute_dtype: torch.dtype) -> None:
@@ -95,7 +96,8 @@ class Part(nn.Module):
         """
         if positions is None:
             positions = position_ids(attention_mask)
-        source = {"input_ids": inputs} if self.takes_ids else {"inputs_embeds": inputs}
+        # A trunk below may compute in another type.
+        source = {"input_ids": inputs} if self.takes_ids else {"inputs_embeds": inputs.to(self.compute_dtype)}
         half = self.compute_dtype != torch.float32
         with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
             out = self.body(
@@ -167,18 +169,20 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
     }
     if layout.learned_positions:
         pieces[layout.learned_positions] = getattr(whole, layout.learned_positions) if start == 0 else _NoPositions()
-    for name in (layout.embedding, layout.learned_positions) if start == 0 else ():
-        if name:
-            pieces[name].register_forward_hook(partial(_cast_output, compute_dtype))
     for name, child in whole.named_children():
         setattr(body, name, pieces[name] if name in pieces else copy.deepcopy(child))
     disable_dropout(body)
-    return Part(body, takes_ids=start == 0, compute_dtype=compute_dtype)
+    part = Part(body, takes_ids=start == 0, compute_dtype=compute_dtype)
+    for name in (layout.embedding, layout.learned_positions) if start == 0 else ():
+        if name:
+            # Bound to the part: a copy of it that computes in another type takes the hook along.
+            pieces[name].register_forward_hook(partial(_cast_output, part))
+    return part
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Embedding, args: tuple, output: Tensor) -> Tensor:
+def _cast_output(part: Part, module: nn.Embedding, args: tuple, output: Tensor) -> Tensor:
     """Embedding look-ups are not autocast: without this, float32 masters and a frozen copy would differ below."""
-    scale, weight = getattr(module, "embed_scale", None), module.weight
+    dtype, scale, weight = part.compute_dtype, getattr(module, "embed_scale", None), module.weight
     narrow = weight.requires_grad and weight.dtype != torch.float32 and torch.is_grad_enabled()
     if not narrow and (scale is None or output.dtype == dtype):
         return output.to(dtype)

@@ -102,7 +102,7 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
     theirs = _of_other_models(config)
     held = replace(held, weights={name: size for name, size in held.weights.items() if name not in theirs})
     weights, learning = sum(held.weights.values()), held.gradients + held.states
-    narrow = 0.5 if config.precision.compute == "bfloat16" else 1.0
+    narrow = 1.0 if config.precision.compute == "float32" and config.precision.frozen in ("auto", "float32") else 0.5
     mode = config.sharing.mode
     if mode == "none":
         whole = max(held.weights.values(), default=0)
@@ -154,11 +154,17 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
     if precision.compute == "float32":
         frozen = sum(size for name, size in held.weights.items() if name not in quantized) - held.trained
         yield Advice("precision.compute", '"bfloat16"', (max(frozen, 0) + held.cache + held.passing) // 2)
-    width = 2 if precision.compute == "bfloat16" else 4
-    shared = sum(held.weights.get(name, 0) for name in parts["frozen"]) * held.matrix_shares[0]
+    width = 4 if precision.compute == "float32" else 2
+    shared = sum(held.weights.get(name, 0) for name in parts["frozen"])
+    if config.sharing.mode == "trunk" and config.trunk.train:
+        shared = 0  # nothing but 'auto' is allowed beside it
+    if precision.compute == "float32" and precision.frozen == "auto":
+        # A trunk's cached activations have its type.
+        yield Advice("precision.frozen", '"bfloat16"', (shared + held.cache) // 2 if shared else 0)
+    matrices = shared * held.matrix_shares[0]
     roles = [role for role in ("reference", "reward") if role not in _of_other_models(config)]
     own = {role: held.weights.get(role, 0) * held.matrix_shares[1] for role in roles}
-    for key, kind, size in (("frozen", "nf4", shared), *((role, "int8", size) for role, size in own.items())):
+    for key, kind, size in (("frozen", "nf4", matrices), *((role, "int8", size) for role, size in own.items())):
         if getattr(precision, key) == "auto":
             saves = size - held_bytes(kind, size / width, held.hidden, width)
             yield Advice(f"precision.{key}", f'"{kind}"', round(saves))
@@ -176,7 +182,11 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
             yield Advice(f"{role}.residency", '"park"', own)
     if config.memory.optimizer_residency == "keep":
         yield Advice("memory.optimizer_residency", '"park"', held.states)
-    elif config.memory.optimizer_residency == "park":
+    elif (
+        config.memory.optimizer_residency == "park"
+        and config.precision.compute != "float16"
+        and not (config.sharing.mode == "trunk" and config.trunk.train)
+    ):
         narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
         yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
     if "ppo" in config.stages and config.ppo.optimizer == "adamw":

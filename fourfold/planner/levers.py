@@ -74,6 +74,7 @@ LEVERS: tuple[Lever, ...] = (
             "adapters",
             "adapters over a trunk",
             "optimizer in backward",
+            "half-precision frozen roles",
             "offload optimizer",
         ),
     ),
@@ -178,7 +179,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reference", "stream reference", "int8 reference"),
+        excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
         not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
@@ -190,7 +191,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reward", "stream reward", "int8 reward"),
+        excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles"),
         not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
@@ -211,7 +212,7 @@ LEVERS: tuple[Lever, ...] = (
         "sampler's copy of the actor in the compute type",
         costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
         change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
-        excludes=("park optimizer", "trained trunk"),
+        excludes=("park optimizer", "half-precision frozen roles", "float16", "trained trunk"),
     ),
     Lever(
         name="optimizer in backward",
@@ -221,7 +222,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the gradients of a role but for a few parameters' at a time",
         costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
         change="exact",
-        excludes=("micro-batches", "trained trunk"),
+        excludes=("micro-batches", "trained trunk", "float16"),
     ),
     Lever(
         name="overlap scoring",
@@ -243,6 +244,48 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=0.2,
     ),
+    Lever(
+        name="bfloat16",
+        where="fourfold.memory.precision",
+        settings={"precision.compute": "bfloat16"},
+        saves="half of frozen weights, of cached and of passing activations; without instructions for it no time",
+        costs="8 binary digits in every product; masters and moments are float32 all the same",
+        change="bounded",
+        bound=0.7,
+        excludes=("float16", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="float16",
+        where="fourfold.backends.scaling",
+        # With the default the first steps of a tiny model would be skipped until the scale has fallen.
+        settings={"precision.compute": "float16", "precision.loss_scale": 64.0},
+        saves="what bfloat16 saves, with 11 binary digits",
+        costs="gradients of actor and critic at the same time; steps that overflow are skipped",
+        change="bounded",
+        bound=0.45,  # 0.03 to 0.05, but 0.3 on adapters over a trunk: Adam makes steps of gradients that are near 0
+        excludes=("bfloat16", "optimizer in backward", "offload optimizer"),
+    ),
+    Lever(
+        name="half-precision frozen roles",
+        where="fourfold.models.products",
+        settings={"precision.frozen": "float16", "precision.reference": "float16", "precision.reward": "float16"},
+        baseline=TRUNK,  # without anything shared there is nothing that is held for all
+        saves="half of trunk or base and of the frozen roles' own weights, while trained roles compute in float32",
+        costs="rounded weights; every KL is biased by what pre-flight measures; a base is widened for each product",
+        change="bounded",
+        bound=0.1,
+        excludes=(
+            "bfloat16",
+            "offload optimizer",
+            "int8 base",
+            "nf4 base",
+            "int8 reference",
+            "int8 reward",
+            "service reference",
+            "service reward",
+            "trained trunk",
+        ),
+    ),
     # On tiny models of random weights, where a base in fewer bits soon draws other tokens, so that its step is another
     # one of the same size; what real models lose, `fourfold bench quantization` says.
     Lever(
@@ -254,7 +297,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="rounded weights; widening them for each product",
         change="bounded",
         bound=0.8,
-        excludes=("nf4 base", "trained trunk"),
+        excludes=("nf4 base", "trained trunk", "half-precision frozen roles"),
     ),
     Lever(
         name="nf4 base",
@@ -265,7 +308,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="weights of 4 bits; widening them for each product",
         change="bounded",
         bound=1.3,
-        excludes=("int8 base", "trained trunk"),
+        excludes=("int8 base", "trained trunk", "half-precision frozen roles"),
     ),
     Lever(
         name="int8 reference",
@@ -275,7 +318,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a KL that is off by the rounding; widening the weights for each product",
         change="bounded",
         bound=0.02,
-        excludes=("adapters", "adapters over a trunk", "service reference"),
+        excludes=("adapters", "adapters over a trunk", "service reference", "half-precision frozen roles"),
     ),
     Lever(
         name="int8 reward",
@@ -285,7 +328,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="scores that are off by the rounding; widening the weights for each product",
         change="bounded",
         bound=0.2,
-        excludes=("adapters", "adapters over a trunk", "service reward"),
+        excludes=("adapters", "adapters over a trunk", "service reward", "half-precision frozen roles"),
     ),
 )
 

@@ -130,7 +130,7 @@ class LocalSampler:
             return self._policy  # adapters are too small for their casts to count
         if self._working is None:
             self._working = copy_policy(self._policy, share_head=self._base.shares_head)
-            freeze(self._working)
+            freeze(self._working, with_language_head=not self._base.shares_head)
             if self._policy.trunk is not None and self._base.trunk is not None:
                 self._working.stand_on(copy_trunk(self._base.trunk))  # the frozen one has the compute type already
         for target, source in zip(_all_parameters(self._working), _all_parameters(self._policy), strict=True):

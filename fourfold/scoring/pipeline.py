@@ -84,7 +84,7 @@ def _exact_kl(
         reference.head,
         reference.hidden_before(activations, rollout),
         temperature,
-        actor.branch.compute_dtype,
+        (actor.branch.compute_dtype, reference.branch.compute_dtype),
     )
     return torch.zeros_like(rollout.log_probs).masked_scatter(rollout.response_mask, exact)
 

@@ -8,14 +8,16 @@ balanced by their norms, the products are taken apart: then norms and cosine are
 from __future__ import annotations
 
 import copy
+import math
 
+import torch
 from torch import Tensor
 
 from fourfold.algorithms.decoupling import balanced_scale, squared_cosine_sum
 from fourfold.batch import Experience
 from fourfold.models.roles import Activations, micro_batches
 from fourfold.models.trunk import above
-from fourfold.training.learner import Learner, Lesson, Totals, TrunkLearner
+from fourfold.training.learner import Learner, Lesson, Steps, Totals, TrunkLearner
 from fourfold.training.objectives import policy_objective, value_objective, wanted_entropy
 
 
@@ -25,7 +27,7 @@ def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, mini: Tens
     Each of the three has its own gradient norm and is clipped by it alone.
     """
     experience = lesson.experience
-    tokens = int(experience.response_mask[mini].sum())
+    tokens, steps = lesson.tokens(mini), Steps(learner, totals)
     apart = trunk.settings.balance == "grad_norm" or not totals.sums["trunk_measured"]
     before = copy.deepcopy(totals)
 
@@ -44,11 +46,14 @@ def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, mini: Tens
     for work in (totals.actor, totals.critic, totals.trunk.forward, *[totals.trunk.backward] * (2 if apart else 1)):
         work.add(experience, mini, with_last=False)
     if apart:
-        _put_together(trunk, totals)
+        _put_together(learner, trunk, totals)
     totals.sums["critic_tokens"] += tokens
     totals.sums["joint_tokens"] += tokens
-    learner.step_critic(totals)
-    return learner.conclude_actor(lesson, approx_kl, tokens, totals)
+    steps.due("critic")
+    reached = learner.reached(lesson, approx_kl, mini, totals)
+    if not reached:
+        steps.due("actor")
+    return steps.concluded(reached=reached)
 
 
 def _joint_pass(
@@ -80,8 +85,7 @@ def _joint_pass(
         totals.sums["squared_cosine"] += float(penalty.detach())
     learner.critic_optimizer.backward(value / tokens)
     learner.actor_optimizer.backward(policy / tokens)
-    assert read_by_actor.grad is not None and read_by_critic.grad is not None
-    both = read_by_actor.grad, read_by_critic.grad
+    both = _gradient_at(read_by_actor), _gradient_at(read_by_critic)
     if apart:
         trunk.gradients.add_apart(shared.inputs, *both)
     else:
@@ -89,11 +93,21 @@ def _joint_pass(
     return approx_kl
 
 
-def _put_together(trunk: TrunkLearner, totals: Totals) -> None:
+def _gradient_at(door: Tensor) -> Tensor:
+    """NaN where a loss that overflowed float16 went no way back: the step is not taken then."""
+    return torch.full_like(door, math.nan) if door.grad is None else door.grad
+
+
+def _put_together(learner: Learner, trunk: TrunkLearner, totals: Totals) -> None:
     """Measure the gradients that were kept apart, and form the one that the trunk steps by."""
     found = trunk.gradients.agreement()
     scale = trunk.settings.critic_grad_scale
     if trunk.settings.balance == "grad_norm":
         scale = balanced_scale(scale, found)
+    if not all(map(math.isfinite, found)):
+        scale = math.nan  # whichever has overflowed, and however little of it would arrive: the step is not to be taken
     trunk.gradients.join(scale)
+    if learner.loss_scale is not None:
+        times = learner.loss_scale.scale
+        found = found._replace(actor_norm=found.actor_norm / times, critic_norm=found.critic_norm / times)
     totals.measured(found, scale)

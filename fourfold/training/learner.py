@@ -1,13 +1,19 @@
-"""Who learns in the stage ppo, with which optimizers, and what an update adds up."""
+"""Who learns in the stage ppo, with which optimizers, when they step, and what an update adds up."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
 
 from fourfold.algorithms.decoupling import Agreement
 from fourfold.backends.base import RoleOptimizer
+from fourfold.backends.scaling import LossScale
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection, TrunkSection
 from fourfold.memory.budget import BatchSizes
@@ -30,11 +36,6 @@ class TrunkLearner:
     settings: TrunkSection
     gradients: TrunkGradients
 
-    def step(self) -> float:
-        """Step with the gradients that are there; returns their norm before clipping."""
-        self.gradients.release()
-        return self.optimizer.step()
-
     def discard(self) -> None:
         """Drop the gradients, also those that are set aside."""
         self.gradients.release()
@@ -56,30 +57,30 @@ class Learner:
         both = {"actor": self.actor_optimizer, "critic": self.critic_optimizer}
         return both | ({"trunk": self.trunk.optimizer} if self.trunk is not None else {})
 
-    def conclude_actor(self, lesson: Lesson, approx_kl: float, tokens: int, totals: Totals) -> bool:
-        """The actor's step, and that of the trunk with it; False when `target_kl` was reached and it was dropped.
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What all optimizers scale losses with in float16."""
+        return self.actor_optimizer.loss_scale
 
-        `approx_kl` is the sum of KL(old, new) over the `tokens` of the mini-batch.
+    def reached(self, lesson: Lesson, approx_kl: float, mini: Tensor, totals: Totals) -> bool:
+        """Whether `target_kl` was reached: then the gradients of the actor, and of the trunk, are dropped.
+
+        `approx_kl` is the sum of KL(old, new) over the tokens of the mini-batch.
         """
-        target = lesson.settings.target_kl
+        target, tokens = lesson.settings.target_kl, lesson.tokens(mini)
         totals.sums["approx_kl"] += approx_kl
         totals.sums["actor_tokens"] += tokens
-        if target is not None and approx_kl / tokens >= target:
-            self.discard_actor()
-            totals.sums["skipped"] += 1
-            log.warning(
-                "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of "
-                "%d",
-                approx_kl / tokens,
-                target,
-                totals.sums["epochs_run"] + 1,
-                lesson.settings.num_epochs,
-            )
+        # A mean that is not finite comes of a loss that is not: an overflow, not a move of the policy.
+        if target is None or not target <= approx_kl / tokens < math.inf:
             return False
-        totals.sums["actor_grad_norm"] += self.actor_optimizer.step()
-        totals.sums["actor_steps"] += 1
-        if self.trunk is not None:
-            totals.sums["trunk_grad_norm"] += self.trunk.step()
+        self.discard_actor()
+        log.warning(
+            "learn: KL(old, new) of %.4f nats a token reached ppo.target_kl = %g; the update ends in epoch %d of %d",
+            approx_kl / tokens,
+            target,
+            totals.sums["epochs_run"] + 1,
+            lesson.settings.num_epochs,
+        )
         return True
 
     def discard_actor(self) -> None:
@@ -88,10 +89,42 @@ class Learner:
         if self.trunk is not None:
             self.trunk.discard()
 
-    def step_critic(self, totals: Totals) -> None:
-        """The critic's step; the trunk waits for the actor's."""
-        totals.sums["critic_grad_norm"] += self.critic_optimizer.step()
-        totals.sums["critic_steps"] += 1
+
+class Steps:
+    """The optimizer steps of one mini-batch, each as soon as its gradients are there; the trunk steps with the actor.
+
+    In float16 they wait for each other, and where one's gradients have overflowed none is taken (docs/decisions/0009).
+    """
+
+    def __init__(self, learner: Learner, totals: Totals) -> None:
+        self._learner, self._totals = learner, totals
+        self._before = copy.deepcopy(totals)
+        self._waiting: dict[str, RoleOptimizer] = {}
+
+    def due(self, role: Literal["actor", "critic"]) -> None:
+        """The gradients of a role are complete."""
+        names = ("actor", "trunk") if role == "actor" else (role,)
+        self._waiting |= {name: each for name, each in self._learner.optimizers().items() if name in names}
+        if self._learner.loss_scale is None:
+            self._take()
+
+    def concluded(self, *, reached: bool) -> bool:
+        """Take the steps that wait; False where `target_kl` was `reached`, so that the actor's is not among them."""
+        scale, totals = self._learner.loss_scale, self._totals
+        if scale is not None and self._waiting:
+            if scale.agree(list(self._waiting.values())):
+                self._take()
+            else:
+                # The passes were made and count as work, but their numbers need not be finite.
+                totals.sums, totals.maxima = self._before.sums, self._before.maxima
+        totals.sums["skipped"] += reached
+        return not reached
+
+    def _take(self) -> None:
+        for name, optimizer in self._waiting.items():
+            self._totals.sums[f"{name}_grad_norm"] += optimizer.step()
+            self._totals.sums[f"{name}_steps"] += 1
+        self._waiting.clear()
 
 
 @dataclass(frozen=True)
@@ -103,6 +136,10 @@ class Lesson:
     settings: PpoSection
     temperature: float
     sizes: BatchSizes
+
+    def tokens(self, mini: Tensor) -> int:
+        """Response tokens of a mini-batch: what its losses are divided by."""
+        return int(self.experience.response_mask[mini].sum())
 
 
 @dataclass(frozen=True)
@@ -166,6 +203,7 @@ class Totals:
             "critic_optimizer_steps": self.sums["critic_steps"],
             "epochs_run": self.sums["epochs_run"],
             "mini_batches_skipped": self.sums["skipped"],
+            **({} if learner.loss_scale is None else learner.loss_scale.take()),
         }
 
     def _of_trunk(self, trunk: TrunkLearner) -> dict[str, float]:
@@ -179,7 +217,7 @@ class Totals:
         penalty = self.means("joint_tokens", trunk_decoupling_penalty="squared_cosine")
         return {
             **measured,
-            **self.means("actor_steps", trunk_grad_norm="trunk_grad_norm"),
+            **self.means("trunk_steps", trunk_grad_norm="trunk_grad_norm"),
             **(penalty if trunk.settings.decoupling else {}),
             "trunk_learning_rate": trunk.optimizer.learning_rate,
             "trunk_drift": drift(trunk.part, trunk.start),

@@ -15,6 +15,7 @@ import torch
 from fourfold.config import RunConfig, check_packages, check_paths
 from fourfold.config.checks import is_given
 from fourfold.config.checks.memory import needs_cuda
+from fourfold.config.checks.precision import precision, precision_warnings
 from fourfold.diagnostics.metrics import METRICS
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
@@ -55,10 +56,13 @@ def prepare(config: RunConfig) -> RunConfig:
 
 
 def on_this_machine(config: RunConfig) -> RunConfig:
-    """The settings resolved, and torch's threads set as they say."""
+    """The settings resolved and their types checked again, and torch's threads set as they say."""
     if config.system.threads:
         torch.set_num_threads(config.system.threads)
-    return resolve(config)
+    config = resolve(config)
+    if problems := list(precision(config)):
+        raise ValueError("\n".join(problems))
+    return config
 
 
 def _seed_all(seed: int) -> None:
@@ -119,6 +123,8 @@ def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
     folder.require_same_settings(config)
     records = read_records(config.model_copy(update={"stages": tuple(todo)}))
+    for warning in precision_warnings(config):
+        say(f"warning: {warning}")
     for stage in config.stages:
         if stage not in todo:
             say(f"{stage}: finished earlier, skipped")

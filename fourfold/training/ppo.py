@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fourfold.backends.local import LocalOptimizer
+from fourfold.backends.scaling import LossScale
 from fourfold.config.schema import MemorySection, OptimizerSection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
@@ -171,10 +172,15 @@ def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: B
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
     """The trained roles with their optimizers, whose states are made at once."""
     memory, room, steps = config.memory, models.base.room(config), config.optimizer_steps
+    given: dict[str, Any] = {
+        "memory": memory,
+        "folder": folder,
+        "loss_scale": LossScale.of(config.precision, models.base.budget.device),
+    }
 
     def optimizer(name: str, module: nn.Module, settings: OptimizerSection, total_steps: int) -> LocalOptimizer:
         with room.role(f"{name}'s optimizer", _moments(module, memory)):
-            return LocalOptimizer(name, module, settings, total_steps=total_steps, memory=memory, folder=folder)
+            return LocalOptimizer(name, module, settings, total_steps=total_steps, **given)
 
     actor = optimizer("actor", models.actor, config.ppo, steps["actor"])
     critic = optimizer("critic", models.critic, config.critic, steps["critic"])
@@ -244,8 +250,10 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     for warning in trainer.store.warnings:
         say(f"warning: {warning}")
     say(describe_roles(trainer))
-    report = trainer.check()
+    report = trainer.check().with_stored(folder.read_json("ppo/preflight.json"))
     say(report.describe())
+    if (warning := report.warning()) is not None:
+        say(f"warning: {warning}")
     check_trained_gradients(trainer.models)
     folder.write_json("ppo/preflight.json", report.as_dict())
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:

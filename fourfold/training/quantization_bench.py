@@ -252,7 +252,7 @@ def _compare(models: _Models, other: _Models, batches: _Batches) -> tuple[Tensor
         head = models.policy.head
         held, quantized = (head.log_probs(each, labels, 1.0, compute, entropy="none")[0] for each in hidden)
         differences.append(quantized - held)
-        exact.append(head.full_kl(hidden[0], head, hidden[1], 1.0, compute))
+        exact.append(head.full_kl(hidden[0], head, hidden[1], 1.0, (compute, compute)))
     return torch.cat(differences), torch.cat(exact), seconds[0] / seconds[1]
 
 

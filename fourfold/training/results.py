@@ -17,7 +17,7 @@ from torch import nn
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
-from fourfold.memory.precision import DTYPES
+from fourfold.memory.precision import DTYPES, dtype_of
 from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.assembly import record_for
@@ -26,6 +26,7 @@ from fourfold.models.roles import Policy
 from fourfold.models.split import Part, layout_of
 from fourfold.models.storage import load_own_tensors, load_role
 from fourfold.models.trunk import trainable_copy
+from fourfold.planner.quantization import QUANTIZED
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
@@ -136,9 +137,11 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     config = saved_config(folder.root)
     base = load_base(config)
     actor = load_actor(config, base, folder, best=best)
-    # Frozen weights are read in the run's compute type, which float32 holds exactly; trained ones are float32.
-    compute = actor.branch.compute_dtype if base.shares_head else torch.float32
-    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), compute)
+    # Shared weights are read in the type that the run held them in, which float32 holds exactly; trained are float32.
+    held, compute = config.precision.frozen, actor.branch.compute_dtype
+    floats = compute if held in QUANTIZED else dtype_of(held, compute)
+    read_in = floats if base.shares_head else torch.float32
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), read_in)
     model = model.float()
     _copy_branch(actor, model)
     _copy_quantized(base.trunk, model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.backends.base import RoleOptimizer
-from fourfold.backends.local import LocalOptimizer
+from fourfold.backends.scaling import step_unless_overflowed
 from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, batch_size
@@ -19,7 +19,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Scorer, make_trainable, scorer_on
 from fourfold.models.storage import load_role, save_role
 from fourfold.training.census import stage_census
-from fourfold.training.stage import Stage
+from fourfold.training.stage import Stage, stage_optimizer
 from fourfold.training.supervised import Texts, fill_cache
 from fourfold.training.texts import TextCache, draw, epoch_batches
 
@@ -102,10 +102,7 @@ def train_reward(
         for epoch in range(settings.num_epochs)
         for batch in epoch_batches(lengths, settings.batch_size, seed=config.seed, epoch=epoch)
     ]
-    optimizer = LocalOptimizer(
-        "reward model", scorer, settings, total_steps=len(batches), memory=config.memory, folder=folder
-    )
-
+    optimizer = stage_optimizer("reward model", scorer, settings, len(batches), config, base, folder)
     size = BatchSize("reward", "reward model", settings.micro_batch_size, base.budget)
     census = stage_census(config, base, "reward model", scorer, optimizer, lambda: cache.bytes)
     size.describe = census.describe
@@ -115,7 +112,7 @@ def train_reward(
         total = size.fitting(
             lambda at_once: _passes(scorer, cache, batch, optimizer, at_once), len(batch), optimizer.discard
         )
-        optimizer.step()
+        step_unless_overflowed(optimizer)
         return total / len(batch)
 
     every = config.checkpoint.stage_every
@@ -124,8 +121,7 @@ def train_reward(
     if yardstick:
         standardise(scorer, scores_of(scorer, cache, yardstick, size))
     metrics: dict[str, float] = {"pairs": len(pairs)}
-    if size.size < settings.micro_batch_size:
-        metrics["micro_batch_size"] = size.size
+    metrics |= stage.noted(settings.micro_batch_size)
     if test:
         metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, size)
         metrics["test_pairs"] = len(test)

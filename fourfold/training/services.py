@@ -18,7 +18,7 @@ from fourfold.scoring.service.client import Service
 from fourfold.scoring.service.hosted import Identity
 from fourfold.scoring.service.roles import RemotePolicy, RemoteRole, ServiceReward
 from fourfold.training.folder import RunFolder, reward_model
-from fourfold.training.preflight import BOUNDS
+from fourfold.training.preflight import bounds_of
 
 PROBE_LENGTHS = ((3, 4), (5, 2), (1, 1))  # (prompt, response) tokens
 
@@ -72,7 +72,7 @@ def _probe(base: Base) -> tuple[Rollout, Activations]:
 
 
 def _require_close(role: str, what: str, gap: float, base: Base) -> None:
-    bound = BOUNDS[base.policy.branch.compute_dtype].ratio[1]
+    bound = bounds_of(base.policy.branch, base.trunk).ratio[1]
     if not gap <= bound:
         raise RunFailed(
             f"load: the {role}'s {what} of a probe differ by {gap:.2e} between the service and this run (allowed "

@@ -8,15 +8,40 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fourfold.backends.base import RoleOptimizer
+from fourfold.backends.local import LocalOptimizer
+from fourfold.backends.scaling import LossScale
+from fourfold.config.schema import OptimizerSection, RunConfig
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted, RunFailed
 from fourfold.memory.budget import BatchSize, stops_when_short
 from fourfold.memory.meter import PhaseUsage
+from fourfold.models.loading import Base
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
 from fourfold.training.checkpoint import CheckpointStore, flatten_optimizer, restore_optimizer
 from fourfold.training.folder import RunFolder
 from fourfold.training.signals import StopRequest
+
+
+def stage_optimizer(
+    name: str,
+    role: Policy | Scorer,
+    settings: OptimizerSection,
+    steps: int,
+    config: RunConfig,
+    base: Base,
+    folder: Path,
+) -> LocalOptimizer:
+    """The optimizer of a role that is trained alone."""
+    return LocalOptimizer(
+        name,
+        role,
+        settings,
+        total_steps=steps,
+        memory=config.memory,
+        folder=folder,
+        loss_scale=LossScale.of(config.precision, base.budget.device),
+    )
 
 
 @dataclass
@@ -53,6 +78,12 @@ class Stage:
                     )
         return losses
 
+    def noted(self, micro_batch_size: int) -> dict[str, float]:
+        """What the stage's metrics say of its way: rows at once if memory has halved them, and float16's loss scale."""
+        rows = {"micro_batch_size": float(self.size.size)} if self.size.size < micro_batch_size else {}
+        scale = self.optimizer.loss_scale
+        return rows if scale is None else rows | scale.metrics()
+
     def _learn(self, step: int) -> float:
         try:
             with stops_when_short(self.name, "", self.size.budget, self.size.describe):
@@ -69,6 +100,8 @@ class Stage:
         restored = restore_optimizer(checkpoint.tensors("optimizer"), record["optimizer"])
         self.optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
         self.size.size = record["batch_sizes"].get("learn", self.size.size)
+        if (scale := self.optimizer.loss_scale) is not None:
+            scale.load_state_dict(record["loss_scale"])
         return checkpoint.step
 
     def _save(self, store: CheckpointStore, step: int) -> None:
@@ -78,4 +111,6 @@ class Stage:
         # With its record, every checkpoint can be loaded as the stage's result (reward.checkpoint).
         state = {"optimizer": record, "steps_done": everything["steps_done"], "record": asdict(self.record)}
         state["batch_sizes"] = {"learn": self.size.size}
+        scale = self.optimizer.loss_scale
+        state["loss_scale"] = None if scale is None else scale.state_dict()
         store.save(step, groups, state)

@@ -70,11 +70,13 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 def collect(
     models: FourModels, learner: Learner, progress: Progress, sizes: BatchSizes
 ) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Tensors and JSON of a checkpoint: trained roles, their optimizers, counters, random states, frozen checksum."""
+    """Tensors and JSON of a checkpoint: trained roles, their optimizers, loss scale, counters, random states, frozen
+    checksums."""
     tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
         "batch_sizes": sizes.state(),
+        "loss_scale": None if learner.loss_scale is None else learner.loss_scale.state_dict(),
         "frozen_checksums": models.frozen_checksums(),
         "optimizers": {},
     }
@@ -104,6 +106,8 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes:
         record = checkpoint.state["optimizers"][name]
         restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])
         optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
+    if learner.loss_scale is not None:
+        learner.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
     sizes.restore(checkpoint.state["batch_sizes"])
     restore_rng(checkpoint.tensors("random"), checkpoint.state["random"])
     return Progress.from_dict(checkpoint.state["progress"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fourfold.backends.local import LocalOptimizer
+from fourfold.backends.scaling import step_unless_overflowed
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import RunFailed
@@ -19,7 +19,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, make_trainable
 from fourfold.models.storage import save_role
 from fourfold.training.census import stage_census
-from fourfold.training.stage import Stage
+from fourfold.training.stage import Stage, stage_optimizer
 from fourfold.training.texts import TextCache, epoch_batches
 
 Texts = Sequence[Sequence[int]]
@@ -81,9 +81,7 @@ def train_sft(
         for epoch in range(settings.num_epochs)
         for batch in epoch_batches(lengths, settings.batch_size, seed=config.seed, epoch=epoch)
     ]
-    optimizer = LocalOptimizer(
-        "sft policy", policy, settings, total_steps=len(batches), memory=config.memory, folder=folder
-    )
+    optimizer = stage_optimizer("sft policy", policy, settings, len(batches), config, base, folder)
     census = stage_census(config, base, "sft policy", policy, optimizer, lambda: cache.bytes)
     size.describe = census.describe
 
@@ -101,14 +99,13 @@ def train_sft(
             return total
 
         total = size.fitting(passes, len(rows), optimizer.discard)
-        optimizer.step()
+        step_unless_overflowed(optimizer)
         return total / tokens
 
     every = config.checkpoint.stage_every
     stage = Stage("sft", folder, policy, record, optimizer, len(batches), learn, every, size)
     stage.run()
-    if size.size < settings.micro_batch_size:
-        metrics["micro_batch_size"] = size.size
+    metrics |= stage.noted(settings.micro_batch_size)
     if test:
         metrics["test_nll_after"] = mean_nll(policy, cache, test, size)
     save_role(folder / "model", policy, record)

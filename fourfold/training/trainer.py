@@ -80,8 +80,7 @@ class Trainer:
             shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
             set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
-        temperature, size = self.config.sampling.temperature, self.sizes.actor
-        return preflight(self.models, scored, activations, temperature=temperature, fresh=fresh, size=size)
+        return preflight(self.models, scored, activations, self.config, fresh=fresh, size=self.sizes.actor)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""

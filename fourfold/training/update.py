@@ -2,7 +2,8 @@
 
 Every loss is a sum over tokens divided once by the response tokens of the whole mini-batch, so the gradient does not
 depend on micro-batch size, padding or row order. The critic goes first and frees its gradients before the actor's
-are made: the peak holds one set of gradients. Over a trained trunk both learn in one pass (joint.py), or take turns.
+are made: the peak holds one set of gradients. Over a trained trunk both learn in one pass (joint.py), or take turns. In
+float16 all step together or not at all (learner.py), so that all gradients are there before the first step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fourfold.memory.budget import BatchSizes
 from fourfold.models.roles import Activations, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.joint import joint_step
-from fourfold.training.learner import Learned, Learner, Lesson, Totals
+from fourfold.training.learner import Learned, Learner, Lesson, Steps, Totals
 from fourfold.training.objectives import policy_objective, value_objective, wanted_entropy
 
 __all__ = ["Learned", "Learner", "update"]
@@ -67,19 +68,22 @@ def _learn(learner: Learner, lesson: Lesson, mini: Tensor, index: int, totals: T
     if trunk is not None and train_actor and turn == "both":
         with sizes.actor.working("trunk"):
             return joint_step(learner, trunk, lesson, mini, totals)
+    steps, reached = Steps(learner, totals), False
     if turn != "actor" or not train_actor:
         with sizes.critic.working("critic"):
-            _critic_step(learner, lesson, mini, totals)
+            _critic_gradients(learner, lesson, mini, totals)
+            steps.due("critic")
     if turn != "critic" and train_actor:
         with sizes.actor.working("actor"):
-            return _actor_step(learner, lesson, mini, totals)
-    return True
+            reached = learner.reached(lesson, _actor_gradients(learner, lesson, mini, totals), mini, totals)
+            if not reached:
+                steps.due("actor")
+    return steps.concluded(reached=reached)
 
 
-def _critic_step(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals) -> None:
-    """One mini-batch for the critic, over a trunk that stands still."""
-    experience, settings = lesson.experience, lesson.settings
-    tokens = int(experience.response_mask[mini].sum())
+def _critic_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals) -> None:
+    """Those of one mini-batch, over a trunk that stands still."""
+    experience, settings, tokens = lesson.experience, lesson.settings, lesson.tokens(mini)
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> None:
@@ -96,11 +100,10 @@ def _critic_step(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals)
     if learner.trunk is not None:
         totals.trunk.forward.add(experience, mini, with_last=False)
     totals.sums["critic_tokens"] += tokens
-    learner.step_critic(totals)
 
 
-def _actor_step(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals) -> bool:
-    """One mini-batch for the actor, and the trunk with it; False when `target_kl` was reached and the step dropped."""
+def _actor_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals) -> float:
+    """Those of one mini-batch, for the trunk too; returns the sum over tokens of KL(old, new)."""
     experience = lesson.experience
     before = copy.deepcopy(totals)
 
@@ -115,16 +118,15 @@ def _actor_step(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals) 
     if learner.trunk is not None:
         totals.trunk.forward.add(experience, mini, with_last=False)
         totals.trunk.backward.add(experience, mini, with_last=False)
-    return learner.conclude_actor(lesson, approx_kl, int(experience.response_mask[mini].sum()), totals)
+    return approx_kl
 
 
 def _actor_passes(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals, rows: int) -> float:
     """The gradients of one mini-batch, `rows` at a time; returns the sum over tokens of KL(old, new)."""
-    tokens = int(lesson.experience.response_mask[mini].sum())
     settings, approx_kl = lesson.settings, 0.0
     for _, part, inputs in micro_batches(lesson.experience, lesson.activations, mini, rows):
         log_probs, entropy = learner.actor.log_probs(inputs, part, lesson.temperature, entropy=wanted_entropy(settings))
         objective, kl = policy_objective(learner.actor, log_probs, entropy, part, settings, totals)
-        learner.actor_optimizer.backward(objective / tokens)
+        learner.actor_optimizer.backward(objective / lesson.tokens(mini))
         approx_kl += kl
     return approx_kl

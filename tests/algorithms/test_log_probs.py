@@ -368,7 +368,7 @@ def test_full_kl_allows_models_of_different_widths() -> None:
 def test_bad_inputs_are_refused() -> None:
     hidden, weight, _, labels = inputs(dtype=torch.float32)
     with pytest.raises(ValueError, match="must agree"):
-        fused_log_probs(hidden, weight.bfloat16(), labels)
+        fused_log_probs(hidden, weight.detach().bfloat16().requires_grad_(), labels)
     refused: list[dict[str, Any]] = [{"temperature": 0.0}, {"softcap": -1.0}, {"chunk_tokens": 0}]
     for wrong in refused:
         with pytest.raises(ValueError, match="allowed are"):

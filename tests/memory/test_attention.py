@@ -35,7 +35,7 @@ def test_what_the_cpu_cannot_do_is_refused(kernel: str, tmp_path: Path) -> None:
 
 def test_flash_in_float32_is_refused(tmp_path: Path) -> None:
     changes = {"memory": {"attention": "flash_attention_2"}, "system": {"device": "auto"}}
-    with pytest.raises(ConfigError, match="bfloat16 only"):
+    with pytest.raises(ConfigError, match="bfloat16 and float16 only"):
         make_config(settings(tmp_path, changes))
 
 

@@ -139,15 +139,16 @@ def test_padding_ids_of_roberta_count_positions(folder: Path, tmp_path: Path) ->
         external(tmp_path / "m", max_tokens=19)
 
 
-def test_bfloat16_is_near_and_its_head_is_float32(folder: Path) -> None:
-    exact, narrow = external(folder / "llama"), external(folder / "llama", compute="bfloat16")
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+def test_half_precision_is_near_and_its_head_is_float32(folder: Path, dtype: torch.dtype, near: float) -> None:
+    exact, narrow = (external(folder / "llama", compute=str(each)[6:]) for each in (torch.float32, dtype))
     kinds = {p.dtype for p in narrow.parameters()}
-    assert kinds == {torch.bfloat16, torch.float32} and {p.dtype for p in exact.parameters()} == {torch.float32}
+    assert kinds == {dtype, torch.float32} and {p.dtype for p in exact.parameters()} == {torch.float32}
     head: Any = narrow.classifier
     assert head.model.score.weight.dtype == torch.float32
     gap = scores(narrow) - scores(exact)
-    assert 0 < float(gap.abs().max()) < 0.1 * float(scores(exact).abs().max())
-    assert not torch.equal(scores(narrow), scores(narrow).bfloat16().float()), "not rounded to 8 bits"
+    assert 0 < float(gap.abs().max()) < near * float(scores(exact).abs().max())
+    assert not torch.equal(scores(narrow), scores(narrow).to(dtype).float()), "not rounded to its digits"
 
 
 def test_where_and_how_wide_auto_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

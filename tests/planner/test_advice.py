@@ -57,6 +57,16 @@ def test_a_shorter_branch_halves_what_lies_above_the_trunk() -> None:
         settings = config(trunk={"branch_layers": 4}, precision={"compute": compute}, **parked)
         found = by_setting("load", replace(held, trained=200), settings)
         assert found["memory.optimizer_residency"] == ('"offload"', 100 + narrower)
+    for refused in ({"precision": {"compute": "float16"}}, {"trunk": {"branch_layers": 4, "train": True}}):
+        found = by_setting("load", replace(held, trained=200), config(**parked, **refused))
+        assert "memory.optimizer_residency" not in found
+
+
+def test_no_advice_to_hold_a_trained_trunk_otherwise() -> None:
+    held = Held(weights={"trunk": 1000, "trained trunk": 500, "actor": 100}, trained=600, matrix_shares=(1.0, 1.0))
+    assert "precision.frozen" in by_setting("load", held, config(precision={"compute": "float32"}))
+    trained = config(precision={"compute": "float32"}, trunk={"train": True})
+    assert "precision.frozen" not in by_setting("load", held, trained)
 
 
 def test_a_trunk_that_is_not_trained_needs_no_copy_gradients_or_moments() -> None:

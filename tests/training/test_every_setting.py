@@ -46,6 +46,7 @@ from training.observed import (
 
 TESTS = Path(__file__).parents[1]
 BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named_metric"
+PRECISION = "training/test_half_roles.py"
 OPTIMIZERS = "memory/test_optimizers.py"
 NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
 SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
@@ -62,7 +63,8 @@ SHOWN = {
     "system.device": "models/test_loading.py::test_a_cuda_device_that_is_absent_is_refused",
     "memory.optimizer_residency": f"{OPTIMIZERS}::test_parked_states_are_in_memory_for_one_parameter_in_the_step_only",
     "memory.optimizer_in_backward": f"{OPTIMIZERS}::test_steps_in_backward_are_the_same_and_gradients_go_at_once",
-    "precision.reward": "models/test_quantized.py::test_bytes_are_those_of_the_arithmetic_and_the_table_says_them",
+    "precision.reward": f"{PRECISION}::test_a_frozen_role_computes_as_a_model_rounded_to_its_type",
+    "precision.max_reference_bias": f"{PRECISION}::test_a_reference_beyond_the_bound_is_refused",
     "reward.residency": "training/test_residency.py::test_roles_are_in_memory_in_their_phase_only",
     "service.url": f"{SERVICE}::test_a_run_whose_service_dies_fails_and_goes_on_with_the_next_to_the_same_end",
     "service.token_env": f"{SERVICE}::test_a_wrong_token_stops_the_run_at_its_start",
@@ -162,8 +164,9 @@ ROWS = [
     Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
     Row("reference.model", "", "FOLDER/other", metric("reference_score_flops")),
-    Row("precision.frozen", "auto", "int8", types_held),
-    Row("precision.reference", "int8", "nf4", types_held),
+    Row("precision.frozen", "bfloat16", "int8", types_held),
+    Row("precision.reference", "bfloat16", "int8", metric("kl_per_token_mean")),
+    Row("precision.loss_scale", 64.0, 32.0, metric("loss_scale"), also={"precision.compute": "float16"}),
     Row("reference.residency", "keep", "park", metric("reference_moved_bytes")),
     Row("memory.checkpointing", "none", "layers", metric("actor_learn_flops")),
     Row("memory.attention", "sdpa", "eager", attention_kernel),

@@ -111,7 +111,7 @@ def test_a_mini_batch_is_done_again_and_the_update_is_that_of_the_smaller_size(
     assert settings_named(message) <= all_settings().keys()
 
     smaller = trainer_for(scene)
-    name, count = f"_{role}_step", 0
+    name, count = f"_{role}_gradients", 0
     plain = getattr(update, name)
 
     def from_the_start(*args: Any) -> Any:

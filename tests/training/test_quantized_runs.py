@@ -56,19 +56,34 @@ def test_quantised_roles_score_the_same_parked_and_streamed(tmp_path: Path, mode
 
 
 def test_the_reference_is_off_by_its_rounding_and_by_no_more(tmp_path: Path) -> None:
-    """KL at step 0, as pre-flight measures it: 0 for the actor's own numbers, and refused beyond the kind's bound."""
+    """KL at step 0, as pre-flight measures it: 0 for the actor's own numbers, else its mean is held to a bound."""
     tree = settings(tmp_path, merged(by_function("pays_by_hash", steps=1), SEPARATE))
     gaps = {}
     for kind in ("auto", *QUANTIZED):
-        trainer = make_trainer(make_config(merged(tree, {"precision": {"reference": kind}})))
-        gaps[kind] = trainer.check().kl_gap_mean
+        bound = {} if kind == "auto" else {"max_reference_bias": 1.0}
+        trainer = make_trainer(make_config(merged(tree, {"precision": {"reference": kind, **bound}})))
+        report = trainer.check()
+        gaps[kind], bias = report.kl_gap_mean, report.reference_bias
+        assert (bias is None) == (kind == "auto")
+        if bias is not None:
+            said = report.warning() or ""
+            assert bias.absolute_mean == gaps[kind] and abs(bias.per_token_mean) <= gaps[kind]
+            assert f"held in {kind}, and the actor computes in float32" in said
     assert gaps["auto"] < 1e-6 < gaps["int8"] < gaps["nf4"]
-    reference: Any = trainer.models.reference
-    for p in reference.branch.parameters():
-        if p.ndim == 1 and p.is_floating_point():
-            p.data = p.data * 3
-    with pytest.raises(RunFailed, match=r"KL to the reference is not 0 at step 0.*allowed 1e\+00"):
+    trainer = make_trainer(make_config(merged(tree, {"precision": {"reference": "nf4"}})))
+    with pytest.raises(RunFailed, match=r"the reference in nf4 biases every KL by .*max_reference_bias: 0\.05"):
         trainer.check()
+
+
+def test_above_a_quantised_base_the_reference_has_the_actors_numerics(tmp_path: Path) -> None:
+    """QLoRA: both stand on the same codes; a reference that computes in another type there is measured as elsewhere."""
+    tree = settings(tmp_path, merged(by_function("pays_by_hash", steps=1), SHARINGS["adapters"]))
+    report = make_trainer(make_config(merged(tree, {"precision": {"frozen": "nf4"}}))).check()
+    assert report.reference_bias is None and report.kl_gap_max == 0.0
+    half = make_trainer(make_config(merged(tree, {"precision": {"frozen": "int8", "reference": "bfloat16"}})))
+    bias = half.check().reference_bias
+    assert bias is not None and 0 < bias.absolute_mean < 0.05
+    assert half.models.frozen_checksums().keys() == {"reference"}
 
 
 @pytest.mark.parametrize("sharing", ["adapters", "trunk"])

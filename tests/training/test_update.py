@@ -35,6 +35,8 @@ class Recording:
     """An optimizer that keeps each step's gradients and moves nothing."""
 
     learning_rate = 0.0
+    loss_scale: Any = None
+    scaled: Any = None
 
     def __init__(self, name: str, module: nn.Module, log: list[tuple[str, str]] | None = None) -> None:
         self.name = name
@@ -67,8 +69,7 @@ class Recording:
 
 def trainer_for(folder: Path, changes: dict[str, Any] | None = None, **ppo: Any) -> Trainer:
     """A trainer before its first step, with values that differ."""
-    tree = merged(by_function("pays_by_hash", **ppo), changes or {})
-    trainer = make_trainer(make_config(settings(folder, tree)))
+    trainer = make_trainer(make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), changes or {}))))
     give_value_head(trainer.models)
     return trainer
 

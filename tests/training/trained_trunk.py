@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.backends.scaling import LossScale
 from fourfold.batch import Experience
 from fourfold.models.roles import Activations
 from fourfold.training.learner import Learned, Learner
@@ -33,10 +34,15 @@ class Recording:
     """An optimizer that keeps each step's gradients, in float64 and flat, and moves nothing."""
 
     learning_rate = 0.0
+    loss_scale: LossScale | None = None
 
     def __init__(self, name: str, module: nn.Module, log: list[str]) -> None:
         self.name, self.module, self.log = name, module, log
         self.gradients: list[Tensor] = []
+
+    @property
+    def scaled(self) -> torch.optim.Optimizer:
+        raise AssertionError("without a loss scale nobody asks")
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

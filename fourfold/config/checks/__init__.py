@@ -8,6 +8,7 @@ from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.own_models import reference_model, reward_model
+from fourfold.config.checks.precision import precision
 from fourfold.config.checks.service import roles_at_a_service, roles_of_the_base, service
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
@@ -34,6 +35,7 @@ def problems(config: RunConfig) -> list[str]:
         *optimizer_states(config),
         *in_backward(config),
         *attention(config),
+        *precision(config),
         *trunk(config),
         *service(config),
         *overlap(config),

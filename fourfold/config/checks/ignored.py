@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RewardSection, RunConfig, TrunkSection
@@ -18,6 +18,12 @@ REWARD_TRAINING = (
 REWARD_OWN_MODEL = ("model", "label", "template", "max_tokens", "compute", "device", "engine")
 
 
+class Because(Protocol):
+    """Notes keys of a section that nothing reads, and why."""
+
+    def __call__(self, reason: str, section: str, *names: str) -> None: ...
+
+
 def ignored_keys(config: RunConfig) -> dict[str, str]:
     """Dotted keys that nothing reads with these settings, and why: giving one is an error, and none is saved."""
     ignored: dict[str, str] = {}
@@ -28,24 +34,15 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
     mode = config.sharing.mode
     if mode == "none":
         because("sharing.mode = 'none' has no trunk", "trunk", *type(config.trunk).model_fields)
-        because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
     if mode == "adapters":
         because("sharing.mode = 'adapters' cuts by adapters.layers", "trunk", *type(config.trunk).model_fields)
-        because(
-            "sharing.mode = 'adapters' holds one base for all roles, as precision.frozen says",
-            "precision",
-            "reference",
-            "reward",
-        )
     else:
         because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
+    _of_precision(config, because)
     if mode == "trunk":
         _of_the_trunk(config.trunk, because)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
-    if config.reference.model:
-        reason = "reference.model is held in the actor's compute type, as it comes"
-        because(reason, "precision", "reference")
     if "service" not in (config.reference.residency, config.reward.residency):
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)
@@ -64,7 +61,22 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
     return ignored
 
 
-def _of_the_reward(reward: RewardSection, because: Callable[..., None]) -> None:
+def _of_precision(config: RunConfig, because: Because) -> None:
+    given = config.precision
+    if config.sharing.mode == "none":
+        because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
+    if given.compute != "float16":
+        because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
+    if config.reference.model:
+        reason = "reference.model is held in the actor's compute type, as it comes"
+        because(reason, "precision", "reference", "max_reference_bias")
+    elif not given.reference_differs:
+        because(
+            f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
+        )
+
+
+def _of_the_reward(reward: RewardSection, because: Because) -> None:
     if reward.source == "function":
         because("reward.source = 'function' has no reward model", "reward", "residency")
         because("reward.source = 'function' has no reward model", "precision", "reward")
@@ -88,7 +100,7 @@ def _of_the_reward(reward: RewardSection, because: Callable[..., None]) -> None:
         because(reason, "data", "pairs", "pairs_test")
 
 
-def _of_the_trunk(trunk: TrunkSection, because: Callable[..., None]) -> None:
+def _of_the_trunk(trunk: TrunkSection, because: Because) -> None:
     if not trunk.train:
         training = (name for name in type(trunk).model_fields if name not in ("train", "branch_layers"))
         because("trunk.train = false freezes the trunk", "trunk", *training)

@@ -112,8 +112,11 @@ def attention(config: RunConfig) -> Iterator[str]:
             f"memory.attention: given {kernel!r} beside system.device = 'cpu', which cannot train with it; "
             "allowed there: 'auto', 'eager', 'sdpa'"
         )
-    elif kernel == "flash_attention_2" and config.precision.compute == "float32":
-        yield (
-            "memory.attention: 'flash_attention_2' computes in bfloat16 only, and precision.compute = 'float32'; set "
-            "precision.compute = 'bfloat16', or memory.attention = 'sdpa'"
-        )
+    elif kernel == "flash_attention_2":
+        types = config.precision
+        for name in ("compute", "frozen", "reference", "reward"):
+            if getattr(types, name) == "float32":
+                yield (
+                    "memory.attention: 'flash_attention_2' computes in bfloat16 and float16 only, and "
+                    f"precision.{name} = 'float32'; set precision.{name} = 'bfloat16', or memory.attention = 'sdpa'"
+                )

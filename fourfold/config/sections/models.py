@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -84,31 +84,54 @@ class AdaptersSection(Section):
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank), which suits high ranks.")
 
 
-HELD = (
-    "'auto', or the matrices of its decoder layers in fewer bits: 'int8' (torchao), 'int8_dynamic' (torchao; "
-    "activations in int8 too), 'nf4' (bitsandbytes; 4 bits, double quantisation). Embedding, head and norms stay."
+# How frozen weights are held: in a float type, or in fewer bits.
+Held = Literal["auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "nf4"]
+FEWER_BITS = (
+    "or the matrices of decoder layers in fewer bits: 'int8' (torchao), 'int8_dynamic' (torchao; activations in int8 "
+    "too), 'nf4' (bitsandbytes; 4 bits, double quantisation)."
 )
 
 
 class PrecisionSection(Section):
-    compute: Literal["auto", "bfloat16", "float32"] = Field(
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Type of matrix products, and the widest that frozen weights are held in; 'auto' takes bfloat16 "
-        "where the hardware multiplies it. Trained weights and Adam states are float32 always; log-softmax, KL and GAE "
-        "run in float32.",
+        description="Type of the matrix products of trained roles; 'auto' takes bfloat16 where the hardware multiplies "
+        "it, else float32. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32. "
+        "float16 scales losses.",
     )
-    frozen: Literal["auto", "int8", "int8_dynamic", "nf4"] = Field(
+    frozen: Held = Field(
         default="auto",
-        description=f"How a shared trunk, or the base below adapters (QLoRA), is held: as compute with {HELD}",
+        description="How what the roles share is held. A trunk in a float type computes in it, and its cached "
+        "activations have it; the matrices of a base below adapters are widened for each product. 'auto': as compute; "
+        f"{FEWER_BITS}",
     )
-    reference: Literal["auto", "int8", "int8_dynamic", "nf4"] = Field(
+    reference: Held = Field(
         default="auto",
-        description=f"How the reference's own weights are held in ppo: in the actor's numbers with {HELD}",
+        description="How the reference's own weights are held: a float type is also what it computes in. 'auto': "
+        "exactly as the actor's, so that KL is 0 at the start; anything else biases every KL by what pre-flight "
+        f"measures; {FEWER_BITS}",
     )
-    reward: Literal["auto", "int8", "int8_dynamic", "nf4"] = Field(
+    reward: Held = Field(
         default="auto",
-        description=f"How the reward model's own weights are held in ppo: in the actor's numbers with {HELD}",
+        description="How the reward model's own weights are held in ppo: a float type is also what it computes in. "
+        f"'auto': as compute; {FEWER_BITS}",
     )
+    loss_scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=65536.0,
+        description="First loss scale of float16; it halves when gradients overflow and doubles after 200 steps "
+        "without.",
+    )
+    max_reference_bias: PositiveFloat = Field(
+        default=0.05,
+        description="Largest size, in nats a token, of the mean difference between log-probs in the actor's numerics "
+        "and those of the reference as it is held: what every KL is biased by. Pre-flight measures it, and beyond it "
+        "the run is refused.",
+    )
+
+    @property
+    def reference_differs(self) -> bool:
+        """Whether the reference computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        return self.reference not in ("auto", self.compute)
 
 
 class MemorySection(Section):

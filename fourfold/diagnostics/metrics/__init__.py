@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.metric import Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
-from fourfold.diagnostics.metrics.update import POLICY, TRUNK, VALUE
+from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
 __all__ = ["METRICS", "Metric", "check_row", "metrics_markdown"]
 
@@ -18,6 +18,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
         "Policy": POLICY,
         "Value": VALUE,
         "Trunk": TRUNK,
+        "Loss scale": LOSS_SCALE,
         "Costs": COSTS,
     },
     "evaluation": {"Counters": COUNTERS, "Held-out prompts": EVALUATION},
@@ -52,6 +53,7 @@ def metrics_markdown() -> str:
         "Rows are lines of `metrics.jsonl`, each with its `kind`. A metric is its formula divided by its denominator.",
         "Where nothing was measured there is no number: a row lacks the actor's losses, ratios and entropy as long as",
         "`critic.warmup_rollouts` last, its gradient norm when it took no step, the judge where none is configured.",
+        "After a step in which float16 overflowed in every mini-batch it has neither losses nor norms.",
         "What is healthy is a rule of thumb for runs like the example; settings are named as in the configuration.",
     ]
     for kind, sections in _SECTIONS.items():

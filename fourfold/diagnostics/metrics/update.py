@@ -211,6 +211,7 @@ VALUE = (
         _CRITIC_TOKENS,
         "falls, then follows the spread of returns",
         "grows: lower `critic.learning_rate`, set `ppo.reward_normalization`",
+        promised=False,
     ),
     Metric(
         "value_clip_fraction",
@@ -219,6 +220,7 @@ VALUE = (
         _CRITIC_TOKENS,
         "below 0.3",
         "larger: returns are wide against `ppo.value_clip_eps`; raise it or set `ppo.reward_normalization`",
+        promised=False,
     ),
     Metric(
         "explained_variance",
@@ -291,6 +293,7 @@ VALUE = (
         "optimizer steps of the critic in this step",
         "steady",
         "spikes: lower `critic.learning_rate` or set `ppo.reward_normalization`",
+        promised=False,
     ),
     Metric(
         "critic_learning_rate",
@@ -307,5 +310,37 @@ VALUE = (
         "none",
         "`ppo.num_epochs` x mini-batches",
         "fewer: see early_stopped",
+    ),
+)
+
+# Of `precision.compute` = 'float16' alone.
+LOSS_SCALE = (
+    Metric(
+        "loss_scale",
+        "factor",
+        "what losses are multiplied by before their backward passes, after this step",
+        "none",
+        "steady; halves now and then",
+        "falls towards 1: gradients or losses are not finite; lower the learning rates, or take bfloat16",
+        promised=False,
+    ),
+    Metric(
+        "steps_skipped_overflow",
+        "count",
+        "mini-batches in which a gradient or a loss of what is trained overflowed, so that nothing stepped",
+        "none",
+        "0 mostly; some at the start, until the scale fits",
+        "steadily above 0: lower `precision.loss_scale` or the learning rates",
+        promised=False,
+    ),
+    Metric(
+        "gradient_underflow_fraction",
+        "share",
+        "entries of the scaled gradients of trained matrices that are below 2^-14 (0 or subnormal in float16), in rows "
+        "that are not all 0",
+        "entries of those rows, over all mini-batches of the step",
+        "below 0.05",
+        "larger: raise `precision.loss_scale`, or take bfloat16",
+        promised=False,
     ),
 )
