@@ -94,7 +94,7 @@ def test_a_critic_from_the_reward_model_says_what_the_reward_model_says(tmp_path
     models = Stages(tmp_path, "trunk").assemble("reward")
     rollout = tiny_rollout([(3, 4), (5, 2)])
     activations = activations_of(models.base, rollout)
-    assert models.reward is not None
+    assert isinstance(models.reward, Scorer)
     with torch.no_grad():
         scores = models.reward.scores(activations)
         assert torch.equal(models.critic.scores(activations), scores)
@@ -167,7 +167,7 @@ def test_the_frozen_checksum_watches_trunk_reference_and_reward(tmp_path: Path, 
                 assert models.frozen_checksums() != before
                 tensor.view(-1)[0] = kept
                 assert models.frozen_checksums() == before
-        assert models.reward is not None
+        assert isinstance(models.reward, Scorer)
         models.reward.head.shift += 0.5
         assert models.frozen_checksums() != before
 

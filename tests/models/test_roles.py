@@ -218,7 +218,7 @@ def test_only_actor_and_critic_get_gradients(tmp_path: Path, mode: str) -> None:
     for policy in (models.actor, models.reference):
         loss = loss + policy.log_probs(activations, rollout, 1.0)[0].sum()
     for scorer in (models.critic, models.reward):
-        assert scorer is not None
+        assert isinstance(scorer, Scorer)
         loss = loss + scorer.values(activations, rollout).sum() + scorer.scores(activations).sum()
     loss.backward()
     frozen = [module for module in (models.reference, models.reward, models.base.trunk) if module is not None]
@@ -323,7 +323,7 @@ def test_a_model_may_have_more_rows_than_its_tokenizer(tmp_path: Path, mode: str
     actor, _ = models.actor.log_probs(activations, rollout, 1.0)
     assert torch.equal(actor, models.reference.log_probs(activations, rollout, 1.0)[0])
     torch.testing.assert_close(actor, oracle_log_probs(whole(tmp_path / "m"), rollout), rtol=0, atol=1e-5)
-    assert models.reward is not None and torch.isfinite(models.reward.scores(activations)).all()
+    assert isinstance(models.reward, Scorer) and torch.isfinite(models.reward.scores(activations)).all()
 
 
 def test_rows_of_activations_and_their_bytes() -> None:
