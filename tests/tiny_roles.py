@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fourfold.batch import Rollout
-from fourfold.config.schema import RunConfig
+from fourfold.config.schema import PpoSection, RunConfig
+from fourfold.memory.budget import BatchSizes
 from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Activations, Policy
 from fourfold.rollout.local import LocalSampler, SamplingSettings
@@ -103,5 +104,12 @@ def random_prompts(lengths: Sequence[int], *, seed: int = 0, responses_per_promp
 
 def tiny_sampler(base: Base, policy: Policy | None = None, **settings: Any) -> LocalSampler:
     """The sampler on `policy` (the base's own if none is given)."""
-    chosen: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "batch_size": 0, "score_batch_size": 3}
-    return LocalSampler(base, policy or base.policy, SamplingSettings(**chosen | settings))
+    chosen: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "temperature": 1.0,
+        "batch_size": 0,
+        "score_batch_size": 3,
+    } | settings
+    micro = PpoSection(micro_batch_size=chosen.pop("score_batch_size"))
+    sizes = BatchSizes.of(micro, chosen.pop("batch_size"))
+    return LocalSampler(base, policy or base.policy, SamplingSettings(**chosen), sizes)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
-from fourfold.memory.budget import BatchSize, BatchSizes
+from fourfold.memory.budget import BatchSizes
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, by_length, copy_policy, freeze, micro_batch
@@ -30,12 +30,10 @@ from fourfold.rollout.sampler import Listener, PromptBatch
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are drawn; `batch_size` 0 takes all rows at once."""
+    """How responses are drawn."""
 
     max_new_tokens: int
     temperature: float
-    batch_size: int
-    score_batch_size: int
     stop_strings: tuple[str, ...] = ()
 
 
@@ -50,14 +48,14 @@ class LocalSampler:
         base: Base,
         policy: Policy,
         settings: SamplingSettings,
-        sizes: BatchSizes | None = None,
+        sizes: BatchSizes,
         listener: Listener | None = None,
     ) -> None:
         self._base = base
         self._policy = policy
         self._settings = settings
-        self._rows = sizes.generate if sizes else BatchSize("generate", "actor", settings.batch_size)
-        self._scored_rows = sizes.log_probs if sizes else BatchSize("generate", "actor", settings.score_batch_size)
+        self._rows = sizes.generate
+        self._scored_rows = sizes.log_probs
         self._half = policy.branch.compute_dtype != torch.float32
         self._working: Policy | None = None
         self._listener = listener

@@ -89,8 +89,6 @@ def build_trainer(
     settings = SamplingSettings(
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
-        batch_size=sampling.batch_size,
-        score_batch_size=ppo.micro_batch_size,
         stop_strings=sampling.stop_strings,
     )
     _place_frozen(config, models, folder)

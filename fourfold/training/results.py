@@ -17,6 +17,7 @@ from torch import nn
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
+from fourfold.memory.budget import BatchSizes
 from fourfold.memory.precision import DTYPES, dtype_of
 from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.adapters import is_adapted, merge_adapters
@@ -81,8 +82,6 @@ def sample_beside_reference(
     settings = SamplingSettings(
         max_new_tokens=max_new_tokens or config.sampling.max_new_tokens,
         temperature=temperature or config.sampling.temperature,
-        batch_size=0,
-        score_batch_size=config.ppo.micro_batch_size,
         stop_strings=config.sampling.stop_strings,
     )
     _require_positions(base, tokens, settings.max_new_tokens)
@@ -90,7 +89,7 @@ def sample_beside_reference(
     batch = PromptBatch(tokens, range(len(tokens)), [row_seed("sample", seed, row) for row in range(len(tokens))])
     written = []
     for policy in (reference, actor):
-        rollout, _ = LocalSampler(base, policy, settings).generate(batch, policy_version=0)
+        rollout, _ = LocalSampler(base, policy, settings, BatchSizes.of(config.ppo)).generate(batch, policy_version=0)
         written.append(texts_of(rollout, base.tokenizer))
     return list(zip(prompts or written[0][0], written[0][1], written[1][1], strict=True))
 

@@ -52,12 +52,7 @@ def step_with(trainer: Trainer, mini: int, micro: int, epochs: int, sampled: int
     """The first step, as a run with these sizes takes it."""
     sizes = {"mini_batch_size": mini, "micro_batch_size": micro, "num_epochs": epochs}
     trainer.config = trainer.config.model_copy(update={"ppo": trainer.config.ppo.model_copy(update=sizes)})
-    sampling = SamplingSettings(
-        max_new_tokens=trainer.config.sampling.max_new_tokens,
-        temperature=TEMPERATURE,
-        batch_size=sampled,
-        score_batch_size=micro,
-    )
+    sampling = SamplingSettings(trainer.config.sampling.max_new_tokens, TEMPERATURE)
     trainer.sizes = BatchSizes.of(trainer.config.ppo, sampled)
     trainer.sampler = LocalSampler(trainer.models.base, trainer.models.actor, sampling, trainer.sizes)
     trainer.progress = Progress(kl_coef=trainer.config.ppo.kl_coef)
