@@ -50,6 +50,7 @@ class FourModels:
     critic: Scorer
     reference: Policy
     reward: Scorer | External | None
+    room: Room  # in which they were loaded, and their optimizers will be
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
@@ -122,7 +123,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer if external is None else external, trunk)
+    return FourModels(base, actor, critic, reference, scorer if external is None else external, room, trunk)
 
 
 def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:

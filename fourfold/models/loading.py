@@ -61,7 +61,7 @@ class Base:
     budget: Budget = field(default_factory=Budget)
 
     def room(self, config: RunConfig) -> Room:
-        """For the roles that are to be made from this base."""
+        """For the roles that are to be made from this base, which is loaded; the actor takes over its own weights."""
         adapted = config.sharing.mode == "adapters"
         own = tensor_bytes(p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name))
         parts = [self.policy, *([] if self.trunk is None else [self.trunk])]
@@ -72,7 +72,9 @@ class Base:
         if self.trunk is not None and config.trunk.train:
             trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
         hidden = self.policy.branch.hidden_size
-        return Room.of(config, self.budget, whole, own, (depth, mine), hidden, trained, self.matrix_bytes())
+        room = Room.of(config, self.budget, whole, own, (depth, mine), hidden, trained, self.matrix_bytes())
+        room.loaded |= {name: size for name, size in room.planned.weights.items() if name in ("trunk", "base", "actor")}
+        return room
 
     def matrix_bytes(self) -> tuple[int, int]:
         """Bytes of decoder layers' float matrices in what the roles share, and in what each of them has a copy of."""

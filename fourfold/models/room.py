@@ -68,7 +68,7 @@ class Room:
             self.budget.check(wanted)
             yield
             self.budget.check()
-        self.loaded[name] = wanted
+        self.loaded[name] = self.loaded.get(name, 0) + wanted
 
     def _describe(self, shortage: Shortage) -> str:
         loaded = replace(self.planned, weights=self.loaded, gradients=0, states=0).describe()

@@ -169,7 +169,7 @@ def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: B
 
 def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
     """The trained roles with their optimizers, whose states are made at once."""
-    memory, room, steps = config.memory, models.base.room(config), config.optimizer_steps
+    memory, room, steps = config.memory, models.room, config.optimizer_steps
     given: dict[str, Any] = {
         "memory": memory,
         "folder": folder,

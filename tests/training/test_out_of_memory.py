@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from fourfold.batch import Rollout
 from fourfold.config.describe import all_settings
 from fourfold.errors import RunFailed
-from fourfold.memory.budget import Budget, OverBudget, give_back, ran_out
+from fourfold.memory.budget import Budget, OverBudget, give_back, ran_out, tensor_bytes
+from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import assemble
 from fourfold.models.loading import load_base
 from fourfold.models.roles import Activations
+from fourfold.planner.advice import mib
 from fourfold.training import reward_model, supervised, update
 from fourfold.training.pipeline import prepare
+from fourfold.training.ppo import build_trainer, reward_source
 from fourfold.training.trainer import Trainer
 from training.observed import Scene
 from training.runs import (
@@ -296,6 +299,22 @@ def test_the_role_that_does_not_fit_is_named_with_bytes_and_options(
     named = settings_named(text) - {"memory.budget_gib"}
     assert named and named <= all_settings().keys()
     assert "memory.optimizer_residency" in named, "Adam's moments are the most of what these tiny roles need"
+
+
+def test_an_optimizer_that_does_not_fit_is_named_beside_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = merged(by_function("pays_by_hash"), {"memory": {"budget_gib": 64.0}})
+    config = prepare(make_config(settings(tmp_path, merged(changes, SEPARATE))))
+    models = assemble(config, load_base(config), None, None)
+    monkeypatch.setattr(Budget, "resident", lambda self: 1 << 30)
+    models.base.budget.bytes = (1 << 30) + 1000
+    with pytest.raises(RunFailed) as caught:
+        build_trainer(config, models, reward_source(config, models), [], [], tmp_path, PhaseMeter(torch.device("cpu")))
+    text = str(caught.value)
+    assert "load: memory ran out while the actor's optimizer was loaded" in text
+    size = mib(tensor_bytes(models.actor.parameters()))
+    assert f"actor {size}, reference {size}, critic" in text.partition("Loaded so far: ")[2]
 
 
 def test_what_filled_the_memory_is_gone_before_the_second_try(scene: Scene) -> None:
