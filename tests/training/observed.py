@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,7 +99,7 @@ class Scene:
         self.folder = folder
         self.tree = settings(folder, SMALL)
         self._known: dict[Any, Any] = {}
-        self._folders = 0
+        self._newest = self.folder
         rows = [{"text": "a b", "prompt": "a", "chosen": " c", "rejected": " d", "other": f" e {i}"} for i in range(8)]
         tiny_directory(folder / "other", layers=3, seed=5)
         tiny_classifier(folder / "classifier", labels=("BAD", "GOOD"), seed=3)
@@ -122,10 +123,8 @@ class Scene:
 
     def new_folder(self) -> Path:
         """An empty folder."""
-        self._folders += 1
-        folder = self.folder / f"{id(self)}-{self._folders}"
-        folder.mkdir()
-        return folder
+        self._newest = Path(tempfile.mkdtemp(dir=self.folder))  # scenes that follow each other share the folder
+        return self._newest
 
     def base(self, config: RunConfig) -> Base:
         """The model as the settings cut it, for one use."""
@@ -194,7 +193,7 @@ class Scene:
     def whole_ppo(self, config: RunConfig) -> Outcome:
         """The steps of PPO with evaluations and checkpoints."""
         trainer = self.trainer(config)
-        checkpoints = self.folder / f"{id(self)}-{self._folders}" / "checkpoints"
+        checkpoints = self._newest / "checkpoints"
         trainer.run()
         [tracker] = trainer.trackers
         assert isinstance(tracker, Rows)
