@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.results import ROOT, Figure, Result, commit, hardware, number, today, versions, write_result
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
+from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.training.folder import saved_config
 
 Summary = dict[str, Any]
@@ -26,7 +27,11 @@ UNITS = {
     "pairs": "share of held-out pairs ranked as people do",
     "seconds": "s",
     "peak": "MiB",
+    "tensors": "MiB",
 }
+
+
+TARGETS = {"max-savings: tensors": "<= 358.4"}  # 0.35 GiB
 
 
 def preset_of(run: Path) -> str:
@@ -34,8 +39,14 @@ def preset_of(run: Path) -> str:
     return re.sub(r"-\d+$", "", run.name)
 
 
+def counted_bytes(run: Path) -> int:
+    """The most bytes of live tensors (weights, gradients, states, activations) of a step; 0 where none were counted."""
+    rows = read_jsonl(run / "ppo" / "memory.jsonl")
+    return max((row.get("tensor_peak_bytes") or 0 for row in rows), default=0)
+
+
 def measured(summary: Summary) -> dict[str, float]:
-    """The figures of one run, by the names of UNITS."""
+    """The figures of one run, by the names of UNITS; `tensors` where they were counted."""
     before, after = summary["before"], summary["after"]
     return {
         "judge": after["judge_mean"] - before["judge_mean"],
@@ -45,6 +56,7 @@ def measured(summary: Summary) -> dict[str, float]:
         "pairs": summary["reward_model"]["pair_accuracy"],
         "seconds": sum(summary["seconds"][stage] for stage in STAGES),
         "peak": max(summary["peak_bytes"].values()) / 2**20,
+        **({"tensors": counted / 2**20} if (counted := summary["counted_bytes"]) else {}),
     }
 
 
@@ -53,7 +65,9 @@ def figures(presets: Mapping[str, Sequence[Summary]]) -> list[Figure]:
     found = []
     for preset, summaries in presets.items():
         runs = [measured(summary) for summary in summaries]
-        found += [Figure.of(f"{preset}: {name}", [run[name] for run in runs], unit) for name, unit in UNITS.items()]
+        for name, unit in UNITS.items():
+            if values := [run[name] for run in runs if name in run]:
+                found.append(Figure.of(f"{preset}: {name}", values, unit, TARGETS.get(f"{preset}: {name}")))
     return found
 
 
@@ -63,12 +77,14 @@ def presets_table(result: Result) -> list[str]:
     rows = [f"| preset | seeds | {' | '.join(f'{name} ({unit})' for name, unit in UNITS.items())} |"]
     rows.append("|---" * (len(UNITS) + 2) + "|")
     for preset, about in result.config["presets"].items():
-        cells = [_cell(values[f"{preset}: {name}"]) for name in UNITS]
+        cells = [_cell(values.get(f"{preset}: {name}")) for name in UNITS]
         rows.append(f"| [{preset}](../examples/levers/{preset}.toml) | {len(about['seeds'])} | {' | '.join(cells)} |")
     return rows
 
 
-def _cell(figure: Figure) -> str:
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
+        return "-"
     low, high = figure.spread or (figure.value, figure.value)
     return number(figure.value) if low == high else f"{number(figure.value)} ({number(low)} - {number(high)})"
 
@@ -81,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     presets: dict[str, list[Summary]] = {}
     configs: dict[str, dict[str, Any]] = {}
     for run in runs:
-        name, summary = preset_of(run), read_summary(run)
+        name, summary = preset_of(run), read_summary(run) | {"counted_bytes": counted_bytes(run)}
         config = saved_config(run).model_dump(mode="json", exclude={"output", "seed"})
         if configs.setdefault(name, config) != config:
             parser.error(f"{run} has other settings than the runs of {name!r} before it; give runs that differ in seed")

@@ -14,7 +14,6 @@ from torch import Tensor
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.meter import PassCounter
-from fourfold.memory.offload import residency_of
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
@@ -24,6 +23,7 @@ from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
 from fourfold.scoring.ahead import Ahead
+from fourfold.training.hiding import Hiding
 
 if TYPE_CHECKING:
     from fourfold.training.learner import Learned
@@ -76,58 +76,13 @@ class Accountant:
         self._has_reward = models.reward is not None and self._external is None
         matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
         self._adapter_parameters = sum(p.numel() for p in matrices)
-        roles = {"reference": models.reference, "reward": models.reward}
-        self._offloaded_seconds = 0.0
-        self._ahead = ahead
-        self._ahead_seconds = self._hidden_seconds = 0.0
-        self._offloaded = {name: held for name, role in roles.items() if (held := residency_of(role)) is not None}
+        self.hiding = Hiding(models, ahead)
 
     def begin(self) -> None:
-        """Forget what offloaded roles have done between two steps, in an evaluation or in pre-flight."""
-        for held in self._offloaded.values():
-            held.take()
+        """Forget what was done between two steps, in an evaluation or in pre-flight."""
+        self.hiding.begin()
         if self._external is not None:
             self._external.take_work()
-        if self._ahead is not None:
-            self._ahead.seconds()
-
-    def hide_condition(self, generate_seconds: float) -> str:
-        """How much of the scoring was hidden behind sampling, or whether that of offloaded roles could be.
-
-        Empty where all roles are kept in memory and score in their own phase.
-        """
-        if self._ahead is not None:
-            return (
-                f"overlap: reference and reward scored for {self._ahead_seconds:.1f} s beside sampling "
-                f"({generate_seconds:.1f} s), {self._hidden_seconds:.1f} s of it hidden"
-            )
-        if not self._offloaded:
-            return ""
-        roles = " and ".join(f"{name} ({held.where})" for name, held in self._offloaded.items())
-        verdict = "could be" if self._offloaded_seconds < generate_seconds else "could not be"
-        return (
-            f"offload: scoring by {roles} took {self._offloaded_seconds:.1f} s, sampling {generate_seconds:.1f} s: it "
-            f"{verdict} hidden behind the next batch's sampling (sampling.overlap_scoring)"
-        )
-
-    def _overlap(self) -> dict[str, float]:
-        """Seconds of the scoring beside sampling, and how much of them nobody waited for."""
-        if self._ahead is None:
-            return {}
-        worked, hidden = self._ahead.seconds()
-        self._ahead_seconds += worked
-        self._hidden_seconds += hidden
-        return {"score_ahead_seconds": worked, "score_hidden_seconds": hidden, "score_hidden_share": hidden / worked}
-
-    def _offload(self) -> dict[str, float]:
-        """Seconds and traffic of the roles that are not kept in memory; nothing where all are."""
-        found = {
-            f"{role}_{name}": value for role, held in self._offloaded.items() for name, value in held.take().items()
-        }
-        if found:
-            found["offloaded_pass_seconds"] = sum(found[f"{role}_pass_seconds"] for role in self._offloaded)
-            self._offloaded_seconds += found["offloaded_pass_seconds"]
-        return found
 
     def step(self, rollout: Rollout, learned: Learned, *, full_kl: bool) -> dict[str, float]:
         """Metrics of a step with this learn phase."""
@@ -149,7 +104,7 @@ class Accountant:
             read, flops = self._external.take_work()
             counter.count("reward", "score", "forward", read.rows, read.tokens, flops)
         self._learn(counter, learned)
-        return counter.take(whole.rows) | self._offload() | self._overlap()
+        return counter.take(whole.rows) | self.hiding.step()
 
     def _learn(self, counter: PassCounter, learned: Learned) -> None:
         trained_roles: tuple[tuple[str, Work, Head], ...] = (

@@ -260,7 +260,7 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     meter.take_spans()
     trainer.run()
     sampled = meter.totals().get("generate")
-    if sampled is not None and (said := trainer.accountant.hide_condition(sampled.seconds)):
+    if sampled is not None and (said := trainer.accountant.hiding.condition(sampled.seconds)):
         say(said)
 
 

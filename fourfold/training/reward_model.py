@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fourfold.backends.base import RoleOptimizer
-from fourfold.backends.scaling import step_unless_overflowed
 from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, batch_size
@@ -19,7 +17,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Scorer, make_trainable, scorer_on
 from fourfold.models.storage import load_role, save_role
 from fourfold.training.census import stage_census
-from fourfold.training.stage import Stage, stage_optimizer
+from fourfold.training.stage import Stage, learn_from, stage_optimizer
 from fourfold.training.supervised import Texts, fill_cache
 from fourfold.training.texts import TextCache, draw, epoch_batches
 
@@ -107,13 +105,12 @@ def train_reward(
     census = stage_census(config, base, "reward model", scorer, optimizer, lambda: cache.bytes)
     size.describe = census.describe
 
+    def loss_sum(some: Sequence[Pair]) -> Tensor:
+        return bradley_terry_sum(pair_margins(scorer, cache, some))
+
     def learn(step: int) -> float:
         batch = [pairs[row] for row in batches[step]]
-        total = size.fitting(
-            lambda at_once: _passes(scorer, cache, batch, optimizer, at_once), len(batch), optimizer.discard
-        )
-        step_unless_overflowed(optimizer)
-        return total / len(batch)
+        return learn_from(batch, loss_sum, len(batch), optimizer, size)
 
     every = config.checkpoint.stage_every
     stage = Stage("reward", folder, scorer, record, optimizer, len(batches), learn, every, size)
@@ -127,16 +124,6 @@ def train_reward(
         metrics["test_pairs"] = len(test)
     save_role(folder / "model", scorer, record)
     return metrics
-
-
-def _passes(scorer: Scorer, cache: TextCache, batch: Sequence[Pair], optimizer: RoleOptimizer, at_once: int) -> float:
-    """The gradients of a batch, some pairs at a time; returns the sum of the losses."""
-    total = 0.0
-    for start in range(0, len(batch), at_once):
-        loss = bradley_terry_sum(pair_margins(scorer, cache, batch[start : start + at_once]))
-        optimizer.backward(loss / len(batch))
-        total += float(loss.detach())
-    return total
 
 
 def _initial_scorer(config: RunConfig, base: Base, sft: Path | None) -> Scorer:

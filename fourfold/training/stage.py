@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
 
 from fourfold.backends.base import RoleOptimizer
 from fourfold.backends.local import LocalOptimizer
-from fourfold.backends.scaling import LossScale
+from fourfold.backends.scaling import LossScale, step_unless_overflowed
 from fourfold.config.schema import OptimizerSection, RunConfig
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted, RunFailed
@@ -21,6 +24,8 @@ from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
 from fourfold.training.checkpoint import CheckpointStore, flatten_optimizer, restore_optimizer
 from fourfold.training.folder import RunFolder
 from fourfold.training.signals import StopRequest
+
+Item = TypeVar("Item")
 
 
 def stage_optimizer(
@@ -42,6 +47,28 @@ def stage_optimizer(
         folder=folder,
         loss_scale=LossScale.of(config.precision, base.budget.device),
     )
+
+
+def learn_from(
+    batch: Sequence[Item],
+    loss_sum: Callable[[Sequence[Item]], Tensor],
+    count: int,
+    optimizer: RoleOptimizer,
+    size: BatchSize,
+) -> float:
+    """One optimizer step on a batch, in pieces that fit; returns its loss, the sum divided by `count`."""
+
+    def passes(at_once: int) -> float:
+        total = 0.0
+        for start in range(0, len(batch), at_once):
+            loss = loss_sum(batch[start : start + at_once])
+            optimizer.backward(loss / count)
+            total += float(loss.detach())
+        return total
+
+    total = size.fitting(passes, len(batch), optimizer.discard)
+    step_unless_overflowed(optimizer)
+    return total / count
 
 
 @dataclass

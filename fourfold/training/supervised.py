@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fourfold.backends.scaling import step_unless_overflowed
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import RunFailed
@@ -19,7 +18,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, make_trainable
 from fourfold.models.storage import save_role
 from fourfold.training.census import stage_census
-from fourfold.training.stage import Stage, stage_optimizer
+from fourfold.training.stage import Stage, learn_from, stage_optimizer
 from fourfold.training.texts import TextCache, epoch_batches
 
 Texts = Sequence[Sequence[int]]
@@ -86,21 +85,9 @@ def train_sft(
     size.describe = census.describe
 
     def learn(step: int) -> float:
-        rows = batches[step]
-        tokens = sum(lengths[row] - 1 for row in rows)
-
-        def passes(at_once: int) -> float:
-            total = 0.0
-            for start in range(0, len(rows), at_once):
-                micro = [texts[row] for row in rows[start : start + at_once]]
-                loss, _ = nll_sum(policy, *cache.activations(micro))
-                optimizer.backward(loss / tokens)
-                total += float(loss.detach())
-            return total
-
-        total = size.fitting(passes, len(rows), optimizer.discard)
-        step_unless_overflowed(optimizer)
-        return total / tokens
+        batch = [texts[row] for row in batches[step]]
+        tokens = sum(len(text) - 1 for text in batch)
+        return learn_from(batch, lambda some: nll_sum(policy, *cache.activations(some))[0], tokens, optimizer, size)
 
     every = config.checkpoint.stage_every
     stage = Stage("sft", folder, policy, record, optimizer, len(batches), learn, every, size)

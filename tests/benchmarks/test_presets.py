@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.presets import UNITS, figures, measured, preset_of, presets_table
+from benchmarks.presets import UNITS, counted_bytes, figures, measured, preset_of, presets_table
 from benchmarks.results import Result
 
 
-def summary(judge: float, seconds: float) -> dict[str, Any]:
+def summary(judge: float, seconds: float, counted: int = 0) -> dict[str, Any]:
     return {
         "before": {"judge_mean": 0.1, "score_mean": -0.5, "distinct_2": 0.8},
         "after": {"judge_mean": judge, "score_mean": 1.0, "distinct_2": 0.6, "kl_per_sequence": 7.0},
         "reward_model": {"pair_accuracy": 0.9},
         "seconds": {"load": 99.0, "sft": 10.0, "reward": 20.0, "ppo": seconds, "generate": 5.0},
         "peak_bytes": {"load": 2**20, "ppo": 3 * 2**20},
+        "counted_bytes": counted,
     }
 
 
@@ -30,10 +32,10 @@ def test_a_run_is_named_after_its_file_and_its_seed() -> None:
 
 
 def test_gains_are_after_less_before_and_seconds_are_those_of_the_stages() -> None:
-    found = measured(summary(0.6, 30.0))
+    found = measured(summary(0.6, 30.0, counted=2**21))
     assert found == {
         "judge": pytest.approx(0.5), "score": 1.5, "KL": 7.0, "distinct-2": pytest.approx(0.75), "pairs": 0.9,
-        "seconds": 60.0, "peak": 3.0,
+        "seconds": 60.0, "peak": 3.0, "tensors": 2.0,
     }  # fmt: skip
     assert found.keys() == UNITS.keys()
 
@@ -49,3 +51,11 @@ def test_a_row_has_the_median_over_the_seeds_and_the_range_where_they_differ() -
     cells = [cell.strip() for cell in lora.split("|")]
     assert cells[1:4] == ["[lora](../examples/levers/lora.toml)", "3", "0.40 (0.30 - 0.50)"]
     assert "70.0 (60.0 - 80.0)" in cells and "37.0" in full
+    assert cells[-2] == "-", "no tensors were counted"
+
+
+def test_the_most_live_bytes_of_any_step_are_found(tmp_path: Path) -> None:
+    rows = [{"kind": "resident"}, {"tensor_peak_bytes": 5}, {"tensor_peak_bytes": 7}, {"tensor_peak_bytes": None}]
+    (tmp_path / "ppo").mkdir()
+    (tmp_path / "ppo" / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert counted_bytes(tmp_path) == 7

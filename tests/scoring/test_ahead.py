@@ -94,7 +94,7 @@ def test_steps_say_what_was_hidden_and_evaluations_are_scored_too(tmp_path: Path
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
     assert trainer.last_evaluation is not None and plain.last_evaluation is not None
     assert trainer.last_evaluation.metrics == pytest.approx(plain.last_evaluation.metrics, rel=1e-3, abs=1e-4)
-    said = trainer.accountant.hide_condition(generate_seconds=5.0)
+    said = trainer.accountant.hiding.condition(generate_seconds=5.0)
     assert said.startswith("overlap: reference and reward scored for ") and "beside sampling (5.0 s)" in said
 
 

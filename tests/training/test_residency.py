@@ -111,9 +111,9 @@ def test_roles_are_in_memory_in_their_phase_only(
         where = "cpu, parked on disk" if mode == "park" else "cpu, streamed from disk"
         assert where in next(line for line in describe_roles(trainer).splitlines() if line.strip().startswith(name))
     assert row["offloaded_per_generate_ratio"] == row["offloaded_pass_seconds"] / row["generate_seconds"]
-    said = trainer.accountant.hide_condition(generate_seconds=1e9)
+    said = trainer.accountant.hiding.condition(generate_seconds=1e9)
     assert said.startswith("offload: scoring by reference (cpu,") and "could be hidden" in said
-    assert "could not be hidden" in trainer.accountant.hide_condition(generate_seconds=0.0)
+    assert "could not be hidden" in trainer.accountant.hiding.condition(generate_seconds=0.0)
     assert checksum([models.reference]) == checksum([plain.models.reference])
 
 
