@@ -34,7 +34,7 @@ def trainer_of(folder: Path, changes: dict[str, Any], *, reward: Any = None, mod
         trainer.reward = asked
         if trainer.ahead is not None:
             ahead = Ahead(trainer.models.reference, asked, 1.0, trainer.sizes.ahead)
-            trainer.ahead = trainer.accountant._ahead = ahead
+            trainer.ahead = trainer.accountant.hiding._ahead = ahead
             trainer.sampler._listener = ahead  # pyright: ignore[reportAttributeAccessIssue]
     return trainer
 
