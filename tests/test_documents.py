@@ -62,7 +62,7 @@ def test_a_make_target_of_the_readme_exists(target: str) -> None:
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)", README))))
 def test_a_page_that_the_readme_links_exists(link: str) -> None:
-    assert (ROOT / link).is_file()
+    assert (ROOT / link).exists()
 
 
 def test_the_page_of_metrics_is_in_step() -> None:

@@ -55,7 +55,8 @@ def test_a_row_has_the_median_over_the_seeds_and_the_range_where_they_differ() -
 
 
 def test_the_most_live_bytes_of_any_step_are_found(tmp_path: Path) -> None:
-    rows = [{"kind": "resident"}, {"tensor_peak_bytes": 5}, {"tensor_peak_bytes": 7}, {"tensor_peak_bytes": None}]
+    spans = ({}, {"tensor_peak_bytes": 5}, {"tensor_peak_bytes": 7}, {"tensor_peak_bytes": None})
+    rows = [{"kind": "span", "step": step, **span} for step, span in enumerate(spans)]
     (tmp_path / "ppo").mkdir()
     (tmp_path / "ppo" / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert counted_bytes(tmp_path) == 7
