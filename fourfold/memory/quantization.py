@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, ClassVar
@@ -73,7 +74,7 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.dequantized(grad.dtype), None
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear, ABC):
     """A frozen linear layer of another one's weights [outputs, inputs], held in fewer bits."""
 
     kind: ClassVar[str]
@@ -88,17 +89,17 @@ class QuantizedLinear(nn.Linear):
         for name, tensor in self.quantized(weight).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
+    @abstractmethod
     def quantized(self, weight: Tensor) -> dict[str, Tensor]:
         """Codes and scales by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the codes stand for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b by the library's kernel, without gradient."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from jaxtyping import Float32
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fourfold.config.schema import RewardSection, RunConfig
@@ -24,7 +23,7 @@ from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.loading import device_of, no_loading_bar, out_of_the_file
+from fourfold.models.loading import device_of, out_of_the_file, pretrained
 from fourfold.planner.architectures import FAMILIES
 from fourfold.planner.compute import causal_attended_tokens, classifier_flops
 
@@ -237,28 +236,13 @@ def placed(config: RunConfig) -> tuple[torch.device, torch.dtype]:
 
 
 def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     place = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
-    try:
-        with no_loading_bar():
-            loaded = AutoModelForSequenceClassification.from_pretrained(
-                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-            )
-        # The library's annotation leaves out the report.
-        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f"reward.model = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
-            "config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
-        ) from error
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"reward.model = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: "
-            "they would be random; give a model that was trained to score or to classify texts"
-        )
-    return model, tokenizer
+    allowed = "a folder with config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
+    instead = "give a model that was trained to score or to classify texts"
+    given = f"reward.model = {path!r}"
+    return pretrained(AutoModelForSequenceClassification, place, dtype, given=given, allowed=allowed, instead=instead)
 
 
 def _factors(model: PreTrainedModel, settings: RewardSection) -> list[float]:

@@ -13,13 +13,11 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from fourfold.config.schema import RunConfig
@@ -29,6 +27,7 @@ from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead
+from fourfold.models.pretrained import no_loading_bar, pretrained
 from fourfold.models.products import hold_as, prepare_for_decoding, rounded
 from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
@@ -168,29 +167,17 @@ def convert_gguf(file: Path, cache: Path, key: str = "model.path") -> Path:
 def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model.path") -> tuple[PreTrainedModel, Any]:
     """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`, given as `key`."""
     quiet_imports()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
+    allowed = (
+        "a folder with config.json and safetensors, a hub id that is cached or reachable, a .gguf file, "
+        "package:MODULE/FILE"
+    )
+    instead = "give a complete causal language model"
     resolved = resolve_model(path, cache, key)
-    try:
-        # Without use_safetensors a folder that holds pickled weights only would be unpickled.
-        with no_loading_bar():
-            loaded = AutoModelForCausalLM.from_pretrained(
-                resolved, dtype=dtype, use_safetensors=True, output_loading_info=True
-            )
-        # The library's annotation leaves out the report.
-        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-        tokenizer = AutoTokenizer.from_pretrained(resolved)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f"{key} = {path!r} cannot be loaded ({str(error).splitlines()[0]}); allowed: a folder with "
-            "config.json and safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
-        ) from error
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"{key} = {path!r} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
-            "would be random; give a complete causal language model"
-        )
-    return model, tokenizer
+    return pretrained(
+        AutoModelForCausalLM, resolved, dtype, given=f"{key} = {path!r}", allowed=allowed, instead=instead
+    )
 
 
 def out_of_the_file(module: nn.Module) -> None:
@@ -201,21 +188,6 @@ def out_of_the_file(module: nn.Module) -> None:
     """
     for p in module.parameters():
         p.data = p.data.clone()
-
-
-@contextlib.contextmanager
-def no_loading_bar() -> Iterator[None]:
-    """Within, transformers shows no bar of weights being put in place; downloads from the hub still show theirs."""
-    from transformers.utils import logging as library
-
-    def silent(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return factory(*args, **{**kwargs, "disable": True})
-
-    previous = library.set_tqdm_hook(silent)
-    try:
-        yield
-    finally:
-        library.set_tqdm_hook(previous)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -1,0 +1,58 @@
+"""Models of transformers as they are stored: safetensors only, no remote code, every weight there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def pretrained(
+    kind: Any, place: str, dtype: torch.dtype, *, given: str, allowed: str, instead: str
+) -> tuple[PreTrainedModel, Any]:
+    """A model of one of transformers' auto classes in `dtype`, and its tokenizer.
+
+    ValueError where it cannot be read or lacks weights: `given` is the setting, `allowed` what may stand there,
+    `instead` what to do where weights are missing.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        # Without use_safetensors a folder that holds pickled weights only would be unpickled; without a word on remote
+        # code transformers would ask.
+        with no_loading_bar():
+            loaded = kind.from_pretrained(
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+        # The library's annotation leaves out the report.
+        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{given} cannot be loaded ({str(error).splitlines()[0]}); allowed: {allowed}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{given} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]!r}: they "
+            f"would be random; {instead}"
+        )
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def no_loading_bar() -> Iterator[None]:
+    """Within, transformers shows no bar of weights being put in place; downloads from the hub still show theirs."""
+    from transformers.utils import logging as library
+
+    def silent(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return factory(*args, **{**kwargs, "disable": True})
+
+    previous = library.set_tqdm_hook(silent)
+    try:
+        yield
+    finally:
+        library.set_tqdm_hook(previous)
