@@ -23,7 +23,8 @@ from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.models.loading import device_of, out_of_the_file, pretrained
+from fourfold.models.loading import device_of, out_of_the_file
+from fourfold.models.pretrained import pretrained
 from fourfold.planner.architectures import FAMILIES
 from fourfold.planner.compute import causal_attended_tokens, classifier_flops
 

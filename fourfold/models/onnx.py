@@ -1,9 +1,9 @@
 """ONNX Runtime as the engine of a reward model of another family, with float32 or INT8 weights.
 
-What it saves: INT8 holds a quarter of float32's bytes and runs in half its time or less on a CPU that multiplies bytes;
-beside a GPU it takes none of the GPU's memory. What it costs: an export, once for each model, and torch's copy while a
-run is loaded. What it changes: scores, by rounding (onnx) or by a few per cent (onnx_int8), within the bounds below,
-which every start checks. What it excludes: other places than the CPU, where the weights stay for the whole run.
+What it saves: INT8 holds a quarter of float32's bytes; beside a GPU it takes none of the GPU's memory. What it costs:
+an export, once for each model, and torch's copy while a run is loaded. What it changes: scores, by rounding (onnx) or
+by a few per cent (onnx_int8), within the bounds below, which every start checks. What it excludes: other places than
+the CPU, where the weights stay for the whole run.
 """
 
 from __future__ import annotations
