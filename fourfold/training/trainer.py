@@ -72,7 +72,9 @@ class Trainer:
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
         fresh, random_state = self.progress.step == 0, rng_state()
-        prompts = self.prompts.batch(self.progress.step).first(self.sizes.actor.size)
+        prompts = self.prompts.batch(self.progress.step)
+        if not (fresh and self.config.precision.reference_differs):  # a bias is a mean over a whole rollout
+            prompts = prompts.first(self.sizes.actor.size)
         rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
