@@ -246,10 +246,10 @@ def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
     compute = DTYPES[resolve_compute(config.precision.compute, budget.device)]
     frozen = config.precision.frozen
     width = 4 if mode == "none" else (compute if frozen in QUANTIZED else dtype_of(frozen, compute)).itemsize
-    own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
+    copied = mine * shape.layer_parameters if mine < layers else total - shape.head_parameters
     shared = (layers - mine) * shape.layer_parameters if mine < layers else 0
-    rest = total - mine * shape.layer_parameters - shared if mine < layers else 0
-    whole = own + rest * width + held_bytes(frozen, shared, shape.hidden, width)
+    own = copied * 4
+    whole = own + (total - copied - shared) * width + held_bytes(frozen, shared, shape.hidden, width)
     matrices = (shared * width, mine * shape.layer_parameters * 4)
     trained = (layers - mine) * shape.layer_parameters * 4 if config.trunk.train else 0
     return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained, matrices)

@@ -192,7 +192,7 @@ def test_every_role_is_planned_in_the_type_that_it_is_held_in(
 ) -> None:
     """From the base that is loaded, and before that from the folder's config, where adapters are not known yet."""
     tiny_directory(tmp_path / "m", family, hidden=64)
-    given = {f"precision__{key}": held for key, held in (precision | {"compute": compute}).items()}
+    given: dict[str, Any] = {f"precision__{key}": held for key, held in (precision | {"compute": compute}).items()}
     models = four(tmp_path, mode, **given)
     held = {row.model: row.bytes for row in role_rows(models)}
     assert models.room.planned.weights == pytest.approx(held, rel=0.02, abs=300)  # number heads
