@@ -56,7 +56,10 @@ class Replay:
 
     def _log_probs(self, given: Rollout, activations: Activations) -> Tensor:
         """By the actor, in the micro-batches of a rollout that it has drawn itself."""
-        found, rows = torch.zeros_like(given.log_probs), torch.arange(len(given.log_probs), device=given.log_probs.device)
+        found, rows = (
+            torch.zeros_like(given.log_probs),
+            torch.arange(len(given.log_probs), device=given.log_probs.device),
+        )
         temperature = self._trainer.config.sampling.temperature
         for chosen, part, inputs in micro_batches(given, activations, rows, self._trainer.sizes.log_probs.size):
             log_probs, _ = self._trainer.models.actor.log_probs(inputs, part, temperature)
