@@ -24,6 +24,8 @@ from fourfold.planner.levers import LEVERS, SEPARATE, Change
 
 # A baseline that names them means one micro-batch, and names the sizes of the tests' tiny runs; here it is one anyway.
 BATCH_SIZES = ("ppo.mini_batch_size", "ppo.micro_batch_size")
+SHARING = "sharing.mode"
+BASELINES = {"none": PLAIN, "trunk": "four models over a trunk"}
 # What a run on the CPU refuses, so that there is nothing to measure it with.
 ONLY_ON_A_GPU: Mapping[str, str] = {
     '`residency = "cpu"` of reference and reward': 'where the run is on the CPU it is `"keep"`, and refused',
@@ -58,15 +60,15 @@ class Subject:
 
     def _side(self, settings: Mapping[str, Any], name: str = "") -> Side:
         """How the worker is started; a side without a name is called by its settings, and draws for those with one."""
-        without = ", ".join([PLAIN, *_chosen(self._baseline)])
+        without = ", ".join([BASELINES[self._baseline[SHARING]], *_chosen(self._baseline)])
         given = [text for setting in _chosen(settings) for text in ("--set", setting)]
-        arguments = ("--sharing", "none", "--responses", f"{slug(without)}.parquet", *given)
+        arguments = ("--sharing", settings[SHARING], "--responses", f"{slug(without)}.parquet", *given)
         return Side(name or without, "fourfold", "float32", arguments)
 
 
 def _chosen(settings: Mapping[str, Any]) -> list[str]:
-    """Those that four separate models do not have anyway, as KEY=VALUE."""
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items() if SEPARATE.get(key) != value]
+    """All but how the models share, as KEY=VALUE."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items() if key != SHARING]
 
 
 CHECKPOINTING = {"memory.checkpointing": "layers"}
