@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fourfold.planner.bill import Footprint, Item, Kind, Moment, Phase
 from fourfold.planner.hierarchy import check_layout
@@ -125,49 +125,63 @@ def _layers_share(layers: int, stages: int) -> float:
     return math.ceil(layers / stages) / layers
 
 
+class _Numbers(NamedTuple):
+    """What a holder has, in proportion: matrices and vectors of layers, experts in them, embedding, untied head."""
+
+    matrices: float = 0.0
+    experts: float = 0.0
+    vectors: float = 0.0
+    rest: float = 0.0
+    head: float = 0.0
+
+
 def _share_of_states(item: Item, scene: Scene, stage: Stage) -> float:
     """Of weights, and of what training holds of them: layers and the rest are divided each in their way."""
-    layout = scene.layout
-    layers, table, head = _parts(item, scene)
-    total = layers + table + head
+    layout, has = scene.layout, _numbers(item, scene)
+    total = sum(has)
     if not total:
         return 1.0
-    share = layers * _layers_share(scene.base.layers, layout.pipeline) / layout.tensor
-    share += table if stage != "last" or scene.base.tied_embeddings else 0.0
-    share += head / layout.tensor if stage != "first" else 0.0
-    return share / total / _replicas_share(item, scene)
+    replicas = _replicas(item, scene)
+    # ZeRO shards an expert among the devices that have it, one in `expert` of all.
+    experts = has.experts / layout.expert / max(replicas / layout.expert, 1)
+    layers = (has.matrices / replicas + experts) / layout.tensor + has.vectors / replicas
+    share = layers * _layers_share(scene.base.layers, layout.pipeline)
+    if stage != "last" or scene.base.tied_embeddings:
+        share += has.rest / replicas
+    if stage != "first":
+        share += has.head / layout.tensor / replicas
+    return share / total
 
 
-def _replicas_share(item: Item, scene: Scene) -> int:
-    """Data-parallel devices among which ZeRO shards an item."""
+def _replicas(item: Item, scene: Scene) -> int:
+    """Data-parallel devices among which ZeRO shards an item; 1 where it does not."""
     layout = scene.layout
     if layout.zero < SHARDED_FROM[item.kind]:
         return 1
-    trained = item.holder in trained_parameters(scene) and not (item.kind == "weights" and item.holder in FROZEN[2:])
-    frozen = item.holder in FROZEN and item.kind == "weights" and layout.shard_frozen
-    return layout.data if trained or frozen else 1
+    if item.kind == "weights" and item.holder in FROZEN:
+        return layout.data if layout.shard_frozen else 1
+    return layout.data
 
 
-def _parts(item: Item, scene: Scene) -> tuple[float, float, float]:
-    """Bytes of a holder's layer matrices, of its embedding and vectors, and of an untied head, in proportion.
-
-    Adapters and number heads lie beside matrices of both directions, so half of an adapter is whole on every device:
-    they count as the rest.
-    """
-    base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
-    model = scene.models.get(item.holder, base)
-    if mode == "adapters" and item.holder not in ("base", "trunk", *scene.models):
-        return 0.0, 1.0, 0.0
-    whole = mode == "none" or item.holder in scene.models or item.holder == "base"
-    depth = model.layers if whole else cut.trunk if item.holder == "trunk" else cut.branch
-    matrices = float(depth * (model.attention_matrix_parameters + model.mlp_matrix_parameters))
-    vectors = depth * model.layer_parameters - matrices + model.final_norm_parameters
-    table = vectors + (model.embedding_parameters if whole or item.holder == "trunk" else 0)
-    has_head = (whole and item.holder not in ("critic", "reward")) or item.holder == "trunk"
-    held = held_in(scene, item.holder if item.holder != "base" else "trunk")
+def _numbers(item: Item, scene: Scene) -> _Numbers:
+    """Adapters and number heads count as the rest: beside matrices of both directions half of them is whole anyway."""
+    base, cut, mode, holder = scene.base, Cut.of(scene), scene.config.sharing.mode, item.holder
+    model = scene.models.get(holder, base)
+    if mode == "adapters" and holder not in ("base", "trunk", *scene.models):
+        return _Numbers(rest=1.0)
+    whole = mode == "none" or holder in scene.models or holder == "base"
+    start, stop = (0, model.layers) if whole else (0, cut.trunk) if holder == "trunk" else (cut.trunk, model.layers)
+    experts = 0 if model.experts is None else model.experts.count * model.expert_parameters
+    experts *= model.expert_layers(start, stop)
+    matrices = float(model.matrices_of(start, stop) - experts)
+    vectors = model.parameters_of(start, stop) - model.matrices_of(start, stop)
+    has_table = whole or holder == "trunk"
+    has_head = has_table and holder not in ("critic", "reward")
+    held = held_in(scene, "trunk" if holder == "base" else holder)
     if item.kind == "weights" and held in QUANTIZED:
         matrices *= matrix_bytes(held, model.hidden, model.hidden) / model.hidden**2 / WIDTHS[scene.compute]
-    return matrices, float(table), float(model.head_parameters if has_head else 0)
+    rest = model.final_norm_parameters + (model.embedding_parameters if has_table else 0)
+    return _Numbers(matrices, float(experts), float(vectors), float(rest), float(model.head_parameters * has_head))
 
 
 def _gathered(scene: Scene, moments: Iterable[Moment]) -> Iterator[Item]:
