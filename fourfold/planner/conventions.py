@@ -66,7 +66,9 @@ def weight_bytes(architecture: Architecture, kind: str = "bfloat16") -> int:
     return quantized + FROZEN_BYTES * rest
 
 
-def activation_bytes(architecture: Architecture, rows: int, tokens: int, *, checkpointing: bool, fused: bool = True) -> int:
+def activation_bytes(
+    architecture: Architecture, rows: int, tokens: int, *, checkpointing: bool, fused: bool = True
+) -> int:
     """What a half-precision pass over `rows` rows of `tokens` tokens keeps for its backward pass.
 
     s b h (34 + 5 a s / h) a layer, the second term gone with fused attention (Korthikanti et al. 2022, equation 2);

@@ -85,7 +85,9 @@ class Seconds(NamedTuple):
 NOTHING = Seconds(0.0, 0.0, 0.0, 0.0)
 
 
-def roofline(device: Device, dtype: str, flops: float, moved: float, layers: float, *, few_rows: bool = False) -> Seconds:
+def roofline(
+    device: Device, dtype: str, flops: float, moved: float, layers: float, *, few_rows: bool = False
+) -> Seconds:
     """A stretch of `flops` in products of `dtype`, `moved` bytes of device memory and `layers` calls of a layer."""
     shares = SHARES[device.kind]
     share = shares.decoding if few_rows else shares.products.get(dtype, PRODUCTS[device.kind])
@@ -115,7 +117,9 @@ def pass_seconds(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     share = 1 if elsewhere(scene, one.role) else layout.devices
     calls = math.ceil(one.batch.rows / layout.data / ppo.micro_batch_size)
     weights = calls * weight_bytes(scene, one)
-    passing = 2 * LAYER_NUMBERS * WIDTHS.get(dtype, 2) * one.architecture.hidden * one.batch.tokens * len(one.layers) / share
+    passing = (
+        2 * LAYER_NUMBERS * WIDTHS.get(dtype, 2) * one.architecture.hidden * one.batch.tokens * len(one.layers) / share
+    )
     times = 2 if one.direction == "backward" else 1
     moved, layers = times * (weights + passing), times * calls * len(one.layers) / layout.pipeline
     found = roofline(device, dtype, one.flops / share, moved, layers)

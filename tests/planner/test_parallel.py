@@ -11,9 +11,11 @@ from fourfold.planner.bill import Footprint, Item, Kind, Moment
 from fourfold.planner.layout import Layout
 from fourfold.planner.parallel import sharded
 from fourfold.planner.scene import Scene
-from planner.scenes import LLAMA_2_7B, cluster, scene
+from planner.scenes import LLAMA_2_7B, MIXTRAL_8X7B, cluster, scene
 
-ALWAYS = frozenset({Moment("generate", "actor"), Moment("score", "reference"), Moment("learn", "critic"), Moment("learn", "actor")})
+ALWAYS = frozenset(
+    {Moment("generate", "actor"), Moment("score", "reference"), Moment("learn", "critic"), Moment("learn", "actor")}
+)
 LEARN, GENERATE = Moment("learn", "actor"), Moment("generate", "actor")
 SEVEN = LLAMA_2_7B.parameters()
 
@@ -51,7 +53,10 @@ def test_one_device_holds_all_of_it() -> None:
     assert sharded(a_bill(), scene()) == a_bill()
 
 
-@pytest.mark.parametrize(("zero", "sharded_kinds"), [(0, ""), (1, "optimizer"), (2, "optimizer gradients"), (3, "optimizer gradients weights")])
+@pytest.mark.parametrize(
+    ("zero", "sharded_kinds"),
+    [(0, ""), (1, "optimizer"), (2, "optimizer gradients"), (3, "optimizer gradients weights")],
+)
 def test_zero_shards_what_its_stage_names(zero: Any, sharded_kinds: str) -> None:
     """Rajbhandari et al. 2020, figure 1, with 4 + 4 + 8 bytes a parameter; the frozen reference stays whole."""
     bill, _ = spread(Layout(data=8, zero=zero))
@@ -141,7 +146,11 @@ def test_a_host_holds_what_all_its_devices_have_below_them() -> None:
 
 def test_adapters_are_whole_on_tensor_parallel_devices_and_their_base_is_not() -> None:
     bill = Footprint(
-        (Item("base", "weights", 2 * SEVEN, ALWAYS), Item("actor", "weights", 1_000, ALWAYS), Item("actor", "optimizer", 2_000, ALWAYS))
+        (
+            Item("base", "weights", 2 * SEVEN, ALWAYS),
+            Item("actor", "weights", 1_000, ALWAYS),
+            Item("actor", "optimizer", 2_000, ALWAYS),
+        )
     )
     found = sharded(bill, scene(where=cluster(8), layout=Layout(tensor=4), sharing__mode="adapters"))
     assert held(found, "weights") == 1_000 and held(found, "optimizer") == 2_000
@@ -151,7 +160,9 @@ def test_adapters_are_whole_on_tensor_parallel_devices_and_their_base_is_not() -
 def test_a_trunk_and_its_branches_are_divided_each_by_its_own_layers() -> None:
     """Branches of 4 layers have no embedding: all but their norms is divided."""
     branch = 4 * LLAMA_2_7B.layer_parameters + 4096
-    bill = Footprint((Item("actor", "weights", 4 * branch, ALWAYS), Item("trunk", "weights", 2 * (SEVEN - branch), ALWAYS)))
+    bill = Footprint(
+        (Item("actor", "weights", 4 * branch, ALWAYS), Item("trunk", "weights", 2 * (SEVEN - branch), ALWAYS))
+    )
     found = sharded(bill, scene(where=cluster(8), layout=Layout(tensor=8), sharing__mode="trunk"))
     assert held(found, "weights") == pytest.approx(4 * branch / 8, rel=1e-3)
     embedding = 2 * 32000 * 4096
@@ -164,3 +175,14 @@ def test_states_of_a_frozen_trunk_are_not_zeros() -> None:
         scene(where=cluster(8), layout=Layout(data=8, zero=3), sharing__mode="trunk"),
     )
     assert held(found, "weights", "trunk") == 1_000
+
+
+@pytest.mark.parametrize(
+    ("zero", "kind", "experts", "rest"), [(0, "weights", 4, 1), (1, "optimizer", 8, 8), (1, "weights", 4, 1)]
+)
+def test_experts_are_divided_and_nothing_else_is(zero: Any, kind: Kind, experts: int, rest: int) -> None:
+    """Over 4 of 8 devices: two have each expert, and ZeRO shards its states between them: an eighth, as of the rest."""
+    whole, mixture = MIXTRAL_8X7B.parameters(), 32 * 8 * MIXTRAL_8X7B.expert_parameters
+    bill = Footprint((Item("actor", kind, whole, ALWAYS),))
+    found = sharded(bill, scene(MIXTRAL_8X7B, cluster(8), layout=Layout(data=8, expert=4, zero=zero)))
+    assert held(found, kind) == pytest.approx(mixture / experts + (whole - mixture) / rest, abs=1)

@@ -21,7 +21,7 @@ from fourfold.planner.conventions import (
     zero_offload_bytes,
 )
 from fourfold.planner.hardware.machine import GB, GIB
-from planner.scenes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B
+from planner.scenes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, MIXTRAL_8X7B
 
 MISTRAL_7B = replace(LLAMA_2_7B, kv_heads=8, intermediate=14336)
 LLAMA_65B = replace(LLAMA_2_70B, kv_heads=64, intermediate=22016)
@@ -161,7 +161,12 @@ def test_zero_offload_trains_13b_on_a_v100_of_32_gb() -> None:
 
 @pytest.mark.parametrize(
     ("card", "gib", "largest", "next_size"),
-    [("V100", 32, "2.7B", "6.7B"), ("A6000", 48, "6.7B", "13B"), ("A100", 40, "6.7B", "13B"), ("A100", 80, "13B", "30B")],
+    [
+        ("V100", 32, "2.7B", "6.7B"),
+        ("A6000", 48, "6.7B", "13B"),
+        ("A100", 40, "6.7B", "13B"),
+        ("A100", 80, "13B", "30B"),
+    ],
 )
 def test_the_largest_models_of_deepspeed_chat(card: str, gib: int, largest: str, next_size: str) -> None:
     """Table 3 of its announcement (microsoft/DeepSpeed, blogs/deepspeed-chat): actor and reference OPT, the rest 350M."""
@@ -177,8 +182,8 @@ def test_torchtune_holds_four_7b_models_on_an_a100_of_80_gb() -> None:
 
 def test_mixtral_by_count() -> None:
     """46.7 B, and 12.9 B a token. "14B" is twice the 7 B of its name; by that count the whole would be 8 x 7 = 56 B."""
-    hidden, layers, vocabulary = 4096, 32, 32000
-    attention, expert = hidden * 128 * (2 * 32 + 2 * 8), 3 * hidden * 14336
-    rest = layers * (attention + 8 * hidden + 2 * hidden) + 2 * vocabulary * hidden + hidden
-    assert rest + layers * 8 * expert == 46_702_792_704
-    assert rest + layers * 2 * expert == 12_879_925_248
+    assert MIXTRAL_8X7B.parameters() == 46_702_792_704
+    assert MIXTRAL_8X7B.active_parameters() == 12_879_925_248
+    assert 2 * SEVEN == 14e9 and 8 * SEVEN == 56e9
+    # What the name's eight and two multiply is the experts only, 45.1 B of it.
+    assert 32 * 8 * MIXTRAL_8X7B.expert_parameters == 45_097_156_608
