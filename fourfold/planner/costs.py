@@ -10,7 +10,7 @@ from fourfold.planner.holding import elsewhere, residency, trained_parameters
 from fourfold.planner.passes import Pass, passes
 from fourfold.planner.scene import Scene
 from fourfold.planner.timing import NOTHING, SHARES, Seconds, decoding_steps, pass_seconds, peak_flops, step_seconds
-from fourfold.planner.traffic import FROZEN, flows, optimizer_steps
+from fourfold.planner.traffic import FROZEN, Busy, flows, optimizer_steps
 from fourfold.planner.work import Costs, Flow, Work
 
 WORKING: tuple[Phase, ...] = ("generate", "score", "learn")
@@ -23,10 +23,10 @@ def costs(scene: Scene, footprint: Footprint) -> Costs:
     """
     check_layout(scene)
     work = _work(scene)
-    busy = {(each.moment.phase, each.moment.role): each.seconds for each in work}
+    busy: Busy = {(each.moment.phase, each.moment.role): each.seconds for each in work}
     streams = flows(scene, footprint, busy)
     beside = _beside_sampling(scene, work)
-    seconds = {phase: _phase_seconds(scene, phase, work, streams, beside) for phase in WORKING}
+    seconds: dict[Phase, float] = {phase: _phase_seconds(scene, phase, work, streams, beside) for phase in WORKING}
     here = sum(each.flops for each in work if not elsewhere(scene, each.moment.role))
     peak = peak_flops(scene.cluster.device, scene.compute)
     utilisation = here / (peak * sum(seconds.values()))

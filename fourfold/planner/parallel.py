@@ -185,7 +185,7 @@ def _numbers(item: Item, scene: Scene) -> _Numbers:
 
 
 def _gathered(scene: Scene, moments: Iterable[Moment]) -> Iterator[Item]:
-    """What ZeRO-3 brings together: two layers in passes, all of the actor for sampling, which reads it for each token."""
+    """What ZeRO-3 brings together: two layers in passes, and all of the actor for sampling."""
     layout, wide = scene.layout, WIDTHS[scene.compute]
     if layout.zero < 3 or layout.data == 1:
         return

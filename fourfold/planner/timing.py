@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.planner.bill import Phase
 from fourfold.planner.compute import forward_flops
 from fourfold.planner.hardware.machine import Device
 from fourfold.planner.holding import compute_type, elsewhere, residency, touched, trained_parameters
@@ -47,7 +46,7 @@ SHARES: Mapping[str, Shares] = {
     "cpu": Shares({"float32": 0.8, "bfloat16": 0.5}, decoding=0.15, bandwidth=0.5, layer_seconds=0.25e-3, queues=False),
 }
 PRODUCTS = {"cuda": 0.5, "rocm": 0.33, "cpu": 0.5}  # where the type has no share of its own
-# A type without instructions: on such a CPU bfloat16 ran at 6 GFLOP/s where float32 ran at 39 (docs/log.md, 2026-11-29).
+# A type without instructions: on such a CPU bfloat16 ran at 6 GFLOP/s, float32 at 39 (docs/log.md, 2026-11-29).
 EMULATED = 0.15
 # What a layer writes and later reads for each token, in numbers of the hidden size: 34 bytes of 2-byte numbers are kept
 # for the backward pass (Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 2).

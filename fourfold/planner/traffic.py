@@ -91,7 +91,7 @@ def _optimizer(scene: Scene, busy: Busy) -> Iterator[Flow]:
 
 
 def _offloaded(scene: Scene, role: str, numbers: float, moments: float, steps: int, busy: Busy) -> Iterator[Flow]:
-    """Ren et al. 2021, "ZeRO-Offload", section 4: below a GPU weights and gradients only, below a CPU the states too."""
+    """Ren et al. 2021, "ZeRO-Offload", section 4: from a GPU gradients and weights only, from a CPU states too."""
     over, cover = below(scene), busy.get(("learn", role), 0.0)
     micro_batches = micro_batches_a_step(scene)
     wide = WIDTHS[scene.compute]

@@ -18,7 +18,7 @@ EMPTY = Footprint(())
 SEVEN = LLAMA_2_7B.parameters()
 CRITIC = SEVEN - 32000 * 4096 + 4097
 TOKENS = 32 * 511  # of a pass that does not see the last token
-ONE_NODE = {"where": cluster(8), "ppo__num_epochs": 1}
+ONE_NODE: dict[str, Any] = {"where": cluster(8), "ppo__num_epochs": 1}
 
 
 def streams(one: Scene, what: str, footprint: Footprint = EMPTY) -> list[Flow]:
@@ -108,7 +108,7 @@ def test_keys_and_values_go_around_the_context_ring() -> None:
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    """Two experts a token, 7 of 8 of them elsewhere, both ways, in each of 32 layers; the backward pass the same again."""
+    """Two experts a token, 7 of 8 elsewhere, both ways, in each of 32 layers; the backward pass the same again."""
     one = scene(MIXTRAL_8X7B, layout=Layout(data=8, expert=8), **ONE_NODE)
     score, learn = (
         [f for f in streams(one, "tokens of the critic") if f.phase == phase] for phase in ("score", "learn")
@@ -119,7 +119,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_a_parked_role_comes_in_once_and_a_streamed_one_for_every_micro_batch() -> None:
-    few = {"ppo__micro_batch_size": 8}
+    few: dict[str, Any] = {"ppo__micro_batch_size": 8}
     assert total(streams(scene(reference__residency="park", **few), "weights of the reference, parked")) == 2 * SEVEN
     streamed = streams(scene(reference__residency="stream", **few), "weights of the reference, streamed")
     assert total(streamed) == pytest.approx(4 * 2 * SEVEN)
@@ -144,7 +144,7 @@ def test_parked_moments_cross_twice_a_step() -> None:
 
 
 def test_zero_offload_takes_gradients_down_and_weights_up() -> None:
-    """Ren et al. 2021, section 4.1: 2 bytes a parameter each way; gradients for every micro-batch, behind the passes."""
+    """Ren et al. 2021, section 4.1: 2 bytes a parameter each way; gradients for every micro-batch, hidden."""
     one = scene(memory__optimizer_residency="offload", ppo__num_epochs=1, ppo__micro_batch_size=8)
     down, up = streams(one, "gradients of the actor"), streams(one, "new weights of the actor")
     assert total(down) == 4 * 2 * SEVEN and total(up) == 2 * SEVEN
