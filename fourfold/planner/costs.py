@@ -93,7 +93,8 @@ def _beside_sampling(scene: Scene, work: Iterable[Work]) -> dict[str, float]:
         return {}
     device, early = scene.cluster.device, (batches - 1) / batches
     sampling = [each for each in work if each.moment.phase == "generate"]
-    products = sum(each.flops for each in sampling) / (peak_flops(device, scene.compute) * SHARES[device.kind].decoding)
+    reached = peak_flops(device, scene.compute) * SHARES[device.kind].of(scene.compute, few_rows=True)
+    products = sum(each.flops for each in sampling) / reached
     room = {True: early * sum(each.seconds for each in sampling)}
     room[False] = max(room[True] - early * products, 0.0) if SHARES[device.kind].queues else 0.0
     hidden: dict[str, float] = {}
