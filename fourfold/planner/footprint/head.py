@@ -53,7 +53,8 @@ def log_probs(t: Tape, hidden: Value, weight: Weight, form: HeadForm, entropy: s
     logits = t.storage(chunk * form.vocabulary * form.product, "logits")
     _product(t, form, chunk, hidden.width)
     block = form.block_rows(chunk) * form.vocabulary * 4
-    blocks = [t.storage(block, "logits") for _ in range(2 + (form.softcap and ahead))]
+    # A chunk's first block is made while the last one of the chunk before is still there.
+    blocks = [t.storage(block, "logits") for _ in range(2 + (tokens > chunk) + (form.softcap and ahead))]
     if ahead:
         blocks.append(t.storage(chunk * form.hidden * form.product))
     del blocks
@@ -84,7 +85,7 @@ def _of_log_probs(t: Tape, form: HeadForm, tokens: int, chunk: int, width: int) 
     """Gradients of hidden and weight; the chunk's logits are overwritten by theirs."""
     of_hidden = t.storage(tokens * form.hidden * width)
     of_weight = t.storage(form.numbers * 4, "buffers") if form.trained else None
-    block = t.storage(form.block_rows(chunk) * form.vocabulary * 4, "logits")
+    block = t.storage((1 + (tokens > chunk)) * form.block_rows(chunk) * form.vocabulary * 4, "logits")
     into = t.storage(chunk * form.hidden * form.product)
     del into
     if of_weight is None:

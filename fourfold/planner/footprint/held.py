@@ -142,7 +142,7 @@ def optimizer(scene: Scene, cast: Cast) -> Iterator[Item]:
 def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:
     """The rollout and what is made of it, row by row (batch.py), and the trunk's cached activations."""
     tokens, response = texts.rows * (texts.prompt + texts.response), texts.rows * texts.response
-    sampling, learning = _of_phase("generate"), _of_phase("learn") | {Moment("save")}
+    sampling, learning = _of_phase("generate"), _of_phase("learn")
     scoring = _of_phase("score")
     rollout = 9 * tokens + 4 * 2 * response
     yield Item("run", "experience", 2 * rollout + 8 * response, sampling, why="ids, masks, log-probs, random numbers")

@@ -121,11 +121,12 @@ def llama_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Va
 
 def rotated(t: Tape, x: Value, cos: Value, sin: Value) -> Value:
     """x cos + rotate_half(x) sin."""
-    first = ops.multiply(t, x, cos)
-    negated = ops.elementwise(t, ops.view(t, x, x.numbers // 2))
-    turned = ops.custom(t, x.numbers, x.width, [negated, x], [])
-    del negated
-    return ops.add(t, first, ops.multiply(t, turned, sin))
+    return ops.add(t, ops.multiply(t, x, cos), ops.multiply(t, _turned(t, x), sin))
+
+
+def _turned(t: Tape, x: Value) -> Value:
+    """rotate_half: one half is negated, and both are put together."""
+    return ops.custom(t, x.numbers, x.width, [ops.elementwise(t, ops.view(t, x, x.numbers // 2)), x], [])
 
 
 def llama_layer(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:
@@ -185,7 +186,6 @@ def gpt2_layer(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:
     del x
     out = _attention(t, hidden, layer, around, gpt2_attention)
     hidden = ops.add(t, out, residual)
-    del out
     residual = hidden
     hidden = layer_norm(t, hidden, layer, "ln_2", size)
     forward = plain_mlp(t, hidden, layer, around, ("c_fc", "c_proj_mlp"), new_gelu)
@@ -201,6 +201,9 @@ def neox_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Val
     query, key = neox_rotated(t, query, around), neox_rotated(t, key, around)
     key, value = remembered(t, key, value, layer, around.cache)
     out = attend(t, query, key, value, layer, batch, around.mask)
+    if not layer.form.cuda and layer.form.attention == "sdpa":
+        # The kernel for CPUs gives its output the queries' layout, which is not that of the product.
+        out = ops.custom(t, out.numbers, out.width, [out], [])
     return project(t, out, layer, "dense", a.hidden, batch)
 
 

@@ -34,7 +34,7 @@ class Part:
         t.offload = before or (form.offload and t.grad)
         positions = t.empty(2 * batch.tokens, 8)  # and the mask of tokens as integers
         with t.casting(form.autocast):
-            hidden = self._looked_up(t, batch) if x is None else ops.cast(t, x, form.compute)
+            hidden, looked_up = (ops.cast(t, x, form.compute), ()) if x is not None else self._looked_up(t, batch)
             del x
             around = layers.Surroundings(form, batch, self._mask(t, batch), self._rotary(t, batch), cache)
             for layer in self.stack:
@@ -42,7 +42,7 @@ class Part:
                 hidden = self._watched(t, hidden, layer.index)
             if form.norm:
                 hidden = layers.norm(t, hidden, self.last, "norm")
-        del positions
+        del positions, looked_up
         t.offload = before
         return hidden
 
@@ -59,8 +59,11 @@ class Part:
 
         return Value(hidden.numbers, hidden.width, hidden.storage, t.node([hidden], [], back))
 
-    def _looked_up(self, t: Tape, batch: Batch) -> Value:
-        """Rows of the table in the compute type; learned positions are added, Gemma multiplies by a scale."""
+    def _looked_up(self, t: Tape, batch: Batch) -> tuple[Value, tuple[Value, ...]]:
+        """Rows of the table in the compute type, to which learned positions are added; and what the pass holds on to.
+
+        Gemma multiplies by a scale.
+        """
         form, a, table = self.form, self.form.architecture, self.table
         size = table.numbers * 4
         numbers = batch.tokens * a.hidden
@@ -68,12 +71,15 @@ class Part:
         if a.family in ("gemma", "gemma2"):
             rows = ops.elementwise(t, rows)
         rows = ops.cast(t, rows, form.compute)
+        found = (rows,)
         if a.learned_positions:
             places = Weight(a.learned_positions * a.hidden, form.table, trained=form.table_trained)
             of_places = places.numbers * 4
             added = t.made(numbers, places.width, [places], [], lambda g: [t.storage(of_places)])
-            rows = ops.add(t, rows, ops.cast(t, added, form.compute))
-        return rows
+            added = ops.cast(t, added, form.compute)
+            found = (rows, added)
+            rows = ops.add(t, rows, added)
+        return rows, found
 
     def _mask(self, t: Tape, batch: Batch) -> Value | None:
         """Who sees whom, where rows have padding; the eager kernel always has one, as numbers."""

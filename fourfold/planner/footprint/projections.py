@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.planner.footprint import ops
-from fourfold.planner.footprint.form import Batch, Layer
+from fourfold.planner.footprint.form import Batch, Layer, Lora
 from fourfold.planner.footprint.tape import Gradients, Storage, Tape, Value, Weight
 
 # Up to this many rows a product in float32 on a CPU is made the other way round, and turned (models/products.py).
@@ -19,10 +19,13 @@ def project(t: Tape, x: Value, layer: Layer, name: str, outputs: int, batch: Bat
     lora = form.lora
     if lora is None or not lora.on(name.removesuffix("_mlp")):
         return out
+    return ops.cast(t, ops.add(t, out, ops.elementwise(t, _adapted(t, x, layer, lora, name, inputs, outputs))), out.width)
+
+
+def _adapted(t: Tape, x: Value, layer: Layer, lora: Lora, name: str, inputs: int, outputs: int) -> Value:
+    """B A x."""
     down = ops.linear(t, ops.cast(t, x, lora.width), layer.adapter(f"{name}.A", inputs * lora.rank), lora.rank)
-    up = ops.linear(t, down, layer.adapter(f"{name}.B", outputs * lora.rank), outputs)
-    del down
-    return ops.cast(t, ops.add(t, out, ops.elementwise(t, up)), out.width)
+    return ops.linear(t, down, layer.adapter(f"{name}.B", outputs * lora.rank), outputs)
 
 
 def _quantized(t: Tape, x: Value, weight: Weight, outputs: int) -> Value:
