@@ -24,6 +24,11 @@ class Cache:
         self.held[index] = new_key, new_value
         return new_key, new_value
 
+    def grow(self, t: Tape, before: int, after: int) -> None:
+        """From `before` tokens a row to `after`, without what is alive on the way there."""
+        for index, pair in list(self.held.items()):
+            self.held[index] = tuple(t.empty(x.numbers // before * after, x.width, "KV cache") for x in pair)  # pyright: ignore[reportArgumentType]
+
 
 def remembered(t: Tape, key: Value, value: Value, layer: Layer, cache: Cache | None) -> tuple[Value, Value]:
     """Keys and values with those of earlier tokens."""

@@ -7,11 +7,21 @@ the middle none is fuller than both the first and the last.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from fourfold.planner.bill import Kind
 
-# Bytes by kind at the fullest moment of each stage; what lies below the device goes under BELOW.
-Stages = dict[str, dict[Kind, int]]
+
+class Line(NamedTuple):
+    """Bytes, and how many of them another layer adds."""
+
+    bytes: int
+    a_layer: int = 0
+
+
+Stages = dict[str, dict[Kind, Line]]
+# The stage under which stands the most that lies below the device.
+BELOW = "below the device"
 
 
 def at_depth(run: Callable[[int], Stages], layers: int, period: int = 1) -> Stages:
@@ -21,11 +31,17 @@ def at_depth(run: Callable[[int], Stages], layers: int, period: int = 1) -> Stag
     if layers <= more:
         return run(layers)
     first, second = run(few), run(more)
-    steps = (layers - few) // period
     return {
         stage: {
-            kind: first[stage].get(kind, 0) + steps * (size - first[stage].get(kind, 0))
-            for kind, size in second[stage].items()
+            kind: _extended(first[stage].get(kind, Line(0)), line, layers - more, period)
+            for kind, line in second[stage].items()
         }
-        for stage in first.keys() & second.keys()
+        for stage in second
+        if stage in first
     }
+
+
+def _extended(before: Line, line: Line, further: int, period: int) -> Line:
+    """The line `further` layers on, from its last two points."""
+    a_layer = (line.bytes - before.bytes) // period
+    return Line(line.bytes + further // period * (line.bytes - before.bytes), a_layer or line.a_layer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.planner.footprint import ops
-from fourfold.planner.footprint.form import Batch
 from fourfold.planner.footprint.tape import Gradients, Storage, Tape, Value, Weight
 
 # As in fourfold/algorithms/log_probs.py: rows of logits at a time, numbers of a block of them, rows widened at once.
@@ -116,10 +115,24 @@ def sample(t: Tape, rows: int, form: HeadForm) -> None:
     del tempered, powers, edges
 
 
-def values(t: Tape, hidden: Value, hidden_size: int, head: Weight) -> Value:
+def values(t: Tape, hidden: Value, head: Weight) -> Value:
     """One float32 number a token."""
     hidden = ops.cast(t, hidden, 4)
     return ops.linear(t, hidden, head, 1)
+
+
+def full_kl(t: Tape, tokens: int, first: HeadForm, second: HeadForm) -> None:
+    """KL over the vocabulary: half a chunk of logits of each of two models, and three blocks of them in float32."""
+    chunk = min(CHUNK_TOKENS // 2, tokens)
+    logits = [t.storage(chunk * form.vocabulary * form.product, "logits") for form in (first, second)]
+    widened = [
+        t.storage(form.numbers * form.compute, "buffers")
+        for form in (first, second)
+        if form.width != form.compute and not form.in_pieces
+    ]
+    block = first.block_rows(chunk) * first.vocabulary * 4
+    blocks = [t.storage(block, "logits") for _ in range(3 + 2 * (tokens > chunk))]
+    del logits, widened, blocks
 
 
 def picked(t: Tape, hidden: Value, numbers: int) -> Value:

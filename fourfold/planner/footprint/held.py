@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fourfold.planner.bill import MOMENTS, Item, Moment, Tier
 from fourfold.planner.footprint.form import Form
 from fourfold.planner.footprint.passes import Texts
-from fourfold.planner.footprint.roles import Cast, Role, layer_matrix_bytes, part_bytes
+from fourfold.planner.footprint.roles import Cast, Role, layer_matrix_bytes, lora_numbers, part_bytes
 from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
@@ -20,9 +20,7 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
     """Of the roles and of what they share."""
     if cast.trunk is not None:
         yield Item("trunk", "weights", part_bytes(cast.trunk), ALWAYS, why=_of_part(cast.trunk))
-    elif scene.config.sharing.mode == "adapters":
-        yield Item("base", "weights", part_bytes(cast.actor.form), ALWAYS, why=_of_part(cast.actor.form))
-    if cast.trunk is not None and scene.config.sharing.mode == "adapters":
+    if scene.config.sharing.mode == "adapters":
         yield Item("base", "weights", part_bytes(cast.actor.form), ALWAYS, why=_of_part(cast.actor.form))
     if cast.shared_head is not None:
         head = cast.shared_head
@@ -34,9 +32,14 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield Item("trunk", "masters", 4 * numbers, ALWAYS, why=f"trained copy: {numbers:,} parameters x 4 bytes")
     for role in (cast.actor, cast.critic):
         yield from _trained_weights(scene, role)
-    yield from _frozen_weights(scene, cast.reference)
-    if cast.reward is not None:
-        yield from _frozen_weights(scene, cast.reward)
+    for role in (cast.reference, cast.reward):
+        if role is not None:
+            yield from _frozen_weights(scene, role)
+
+
+def of_the_base(scene: Scene, role: Role) -> bool:
+    """Whether a role is made of the run's own model."""
+    return role.name not in scene.models
 
 
 def _of_part(form: Form) -> str:
@@ -80,8 +83,6 @@ def _frozen_weights(scene: Scene, role: Role) -> Iterator[Item]:
 def _layer_bytes(form: Form) -> int:
     a = form.architecture
     if form.lora is not None:
-        from fourfold.planner.footprint.roles import lora_numbers
-
         return lora_numbers(form) // max(form.layers, 1) * form.lora.width
     vectors = a.layer_parameters - a.attention_matrix_parameters - a.mlp_matrix_parameters
     return layer_matrix_bytes(form) + vectors * form.vectors

@@ -140,8 +140,7 @@ def checkpointed(t: Tape, x: Value, run: Callable[[Value], Value]) -> Value:
     numbers, width, wanted = x.numbers, x.width, x.node is not None
 
     def back(g: Storage) -> Gradients:
-        # The engine keeps what was saved until this returns.
-        anchor = Anchor(t, numbers, width, wanted)
+        anchor = Anchor(t, Value(numbers, width, t.storage(0)), wanted)  # the engine holds what was saved until the end
         again = run(anchor.value)
         node = again.node
         assert node is not None
@@ -154,11 +153,11 @@ def checkpointed(t: Tape, x: Value, run: Callable[[Value], Value]) -> Value:
 
 
 class Anchor:
-    """Stands for an input of what is computed again, whose memory is there already, and takes its gradient."""
+    """A value of the same memory at which gradients end; it takes the one that arrives."""
 
-    def __init__(self, t: Tape, numbers: int, width: int, wanted: bool) -> None:
+    def __init__(self, t: Tape, x: Value, wanted: bool = True) -> None:
         self.gradient: Storage | None = None
-        self.value = Value(numbers, width, t.storage(0), t.always((), [], self._take) if wanted else None)
+        self.value = Value(x.numbers, x.width, x.storage, t.always((), [], self._take) if wanted else None)
 
     def _take(self, g: Storage) -> Gradients:
         self.gradient = g

@@ -100,15 +100,15 @@ class Value:
 class Tape:
     """Operations on values; with `grad` they keep what their backward pass needs.
 
-    `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now
-    on below the device. `gradients` holds those of weights; those in `present` have one from an earlier micro-batch.
+    `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now on
+    below the device. `gradients` holds those of weights; those in `present` have one from an earlier micro-batch.
     """
 
     def __init__(self, *, grad: bool, present: bool = False) -> None:
         self.meter, self.below = Meter(), Meter()
         self.grad, self.present = grad, present
-        self.autocast, self.offload = 0, False
-        self.gradients: dict[Weight, Storage] = {}
+        self.autocast, self.offload, self.retain = 0, False, False
+        self.gradients: list[Storage] = []
         self.collect: Callable[[Weight, Storage], None] = self._keep
         self._cast: dict[Weight, Value] = {}  # autocast's cache
         self._count = 0
@@ -200,7 +200,8 @@ class Tape:
             given = held.pop(node)
             back = [self.storage(storage.size) for storage in node.saved if storage.is_in(self.below)]
             made = list(node.backward(given))
-            node.saved = []
+            if not self.retain:
+                node.saved = []
             del back, given
             for index, target in enumerate(node.inputs):
                 arrived, made[index] = made[index], None
@@ -229,7 +230,7 @@ class Tape:
         """The gradient of a weight stays, or is added to the one that is there."""
         if not self.present:
             gradient.become("gradients")
-            self.gradients[weight] = gradient
+            self.gradients.append(gradient)
 
 
 def _trained(weight: Weight | None) -> Weight | None:

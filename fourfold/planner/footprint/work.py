@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from fourfold.planner.bill import KINDS, MOMENTS, Item, Moment
-from fourfold.planner.footprint.depth import Stages
-from fourfold.planner.footprint.form import Form
-from fourfold.planner.footprint.held import trained
-from fourfold.planner.footprint.passes import Lesson, Texts, learned, sampled, scored
+from fourfold.planner.bill import KINDS, Item, Kind, Moment, Tier
+from fourfold.planner.footprint.depth import BELOW, Line, Stages
+from fourfold.planner.footprint.held import of_the_base, trained
+from fourfold.planner.footprint.passes import Below, Lesson, Texts, compared, joint, learned, sampled, scored
 from fourfold.planner.footprint.roles import Cast, Role
 from fourfold.planner.scene import WIDTHS, Scene
+
+# What a stage is called to people.
+SAID = {
+    "layers": "in its layers",
+    "head": "at its head",
+    "heads": "at the heads",
+    "forward": "in the forward pass",
+    "prompts": "while it reads the prompts",
+    "last token": "at the last token",
+    "backward, layer -1": "as the backward pass begins, in the uppermost layer",
+    "backward, layer 0": "as the backward pass ends, in the lowest layer",
+}
 
 
 def texts_of(scene: Scene, rows: int = 0) -> Texts:
@@ -21,25 +32,8 @@ def texts_of(scene: Scene, rows: int = 0) -> Texts:
     return Texts(min(rows or most, most), lengths.prompt, lengths.response, padded)
 
 
-def moments_of(scene: Scene, cast: Cast) -> frozenset[Moment]:
-    """The moments that a run of this scene has."""
-    full = scene.config.ppo.kl_estimator == "full"
-    joint = cast.trained_trunk is not None and not scene.config.trunk.alternate
-    gone = set()
-    if not full:
-        gone.add(Moment("score", "actor"))
-    if joint:
-        gone |= {Moment("learn", "critic"), Moment("learn", "actor")}
-    else:
-        gone.add(Moment("learn", "trunk"))
-    return frozenset(MOMENTS) - gone
-
-
-def only(items: Iterable[Item], moments: frozenset[Moment]) -> Iterator[Item]:
-    """The items in the moments that there are."""
-    for item in items:
-        if item.bytes and item.moments & moments:
-            yield replace(item, moments=item.moments & moments)
+def _micro(scene: Scene) -> Texts:
+    return texts_of(scene, scene.config.ppo.micro_batch_size)
 
 
 def passes_of(scene: Scene, cast: Cast) -> Iterator[Item]:
@@ -49,18 +43,33 @@ def passes_of(scene: Scene, cast: Cast) -> Iterator[Item]:
     yield from _learn(scene, cast)
 
 
-def _below(cast: Cast) -> int:
-    """Width of the trunk's cached activations."""
-    return cast.trunk.compute if cast.trunk is not None else 4
+def below_of(cast: Cast, role: Role, *, learns: bool = False) -> Below:
+    """What a role's passes over a rollout start from."""
+    if role.form.embedding:
+        return Below()
+    if cast.trained_trunk is None or cast.trunk is None:
+        return Below(cached=cast.trunk.compute if cast.trunk is not None else 0)
+    trained_below = role.name in ("actor", "critic")
+    return Below(trunk=cast.trained_trunk if trained_below else cast.trunk, learns=learns)
 
 
-def _fullest(name: str, holder: str, moment: Moment, stages: Stages) -> Iterator[Item]:
-    """Items of the stage in which most is alive."""
-    stage = max(stages, key=lambda each: sum(stages[each].values()))
+def _fullest(
+    scene: Scene, holder: str, moment: Moment, what: str, stages: Stages, more: Mapping[Kind, int] | None = None
+) -> Iterator[Item]:
+    """Items of the stage in which most is alive, with `more` that is alive in all of them."""
+    device = {stage: kinds for stage, kinds in stages.items() if stage != BELOW}
+    stage = max(device, key=lambda each: sum(line.bytes for line in device[each].values()))
+    where = SAID.get(stage, stage)
     for kind in KINDS:
-        size = stages[stage].get(kind, 0)
-        if size:
-            yield Item(holder, kind, size, frozenset({moment}), why=f"{name}: {stage}")
+        line, beside = device[stage].get(kind, Line(0)), (more or {}).get(kind, 0)
+        slope = f"; {line.a_layer:,} bytes for each layer" if line.a_layer else ""
+        said = f"; {beside:,} of them of earlier passes" if beside else ""
+        if line.bytes + beside:
+            yield Item(holder, kind, line.bytes + beside, frozenset({moment}), why=f"{what}, {where}{slope}{said}")
+    if BELOW in stages:
+        tier: Tier = "disk" if scene.on_cpu else "host"
+        for kind, line in stages[BELOW].items():
+            yield Item(holder, kind, line.bytes, frozenset({moment}), tier, why=f"{what}: what waits for backward")
 
 
 def _working(scene: Scene, role: Role) -> Role:
@@ -68,8 +77,7 @@ def _working(scene: Scene, role: Role) -> Role:
     compute = WIDTHS[scene.compute]
     if role.form.lora is not None:
         return role
-    form = replace(role.form, trained=False, table_trained=False)
-    head = role.head
+    form, head = replace(role.form, trained=False, table_trained=False), role.head
     if compute != 4:
         form = replace(form, matrices=compute, table=compute)
         head = replace(head, width=compute, trained=False) if head is not None and head.trained else head
@@ -77,44 +85,98 @@ def _working(scene: Scene, role: Role) -> Role:
 
 
 def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
-    moment = Moment("generate", "actor")
-    texts = texts_of(scene, scene.config.sampling.batch_size)
-    under = cast.trunk
-    role = _working(scene, cast.actor)
-    sampling = sampled(role, under, texts, cast.trained_trunk is None)
-    micro = texts_of(scene, scene.config.ppo.micro_batch_size)
-    ids_below = cast.trained_trunk
-    again = scored(cast.actor, micro, _below(cast), ids_below)
-    stages = {f"sampling, {name}": kinds for name, kinds in sampling.items()}
-    stages |= {f"log-probs again, {name}": kinds for name, kinds in again.items()}
-    yield from _fullest(f"{texts.rows} rows", "actor", moment, stages)
+    moment, texts = Moment("generate", "actor"), texts_of(scene, scene.config.sampling.batch_size)
+    role, micro = _working(scene, cast.actor), _micro(scene)
+    stages = sampled(role, cast.trunk, texts)
+    again = scored(cast.actor, micro, below_of(cast, cast.actor))
+    both = {f"{texts.rows} rows sampled, {SAID[name]}": kinds for name, kinds in stages.items()}
+    both |= {f"log-probs of {micro.rows} rows, {SAID.get(name, name)}": kinds for name, kinds in again.items()}
+    yield from _fullest(scene, "actor", moment, "the actor", both)
+    if scene.config.sampling.overlap_scoring:
+        rows = texts_of(scene, min(texts.rows, micro.rows))
+        for role in _scorers(cast):
+            if on_device(scene, role):
+                beside = scored(role, rows, below_of(cast, role))
+                yield from _fullest(scene, role.name, moment, f"{rows.rows} rows beside sampling", beside)
+
+
+def _scorers(cast: Cast) -> tuple[Role, ...]:
+    return tuple(role for role in (cast.reference, cast.reward) if role is not None)
+
+
+def on_device(scene: Scene, role: Role) -> bool:
+    """Whether a role computes on the device, in this process."""
+    if role.name in ("actor", "critic"):
+        return True
+    return getattr(scene.config, role.name).residency not in ("cpu", "service")
 
 
 def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
-    micro = texts_of(scene, scene.config.ppo.micro_batch_size)
-    for role in cast.roles()[1:]:
-        under: Form | None = None
-        if cast.trained_trunk is not None:
-            under = cast.trained_trunk if role.name == "critic" else cast.trunk
-        if role.name in ("reference", "reward") and role.name in scene.models:
-            under = None
-        stages = scored(role, micro, _below(cast), under)
-        yield from _fullest(f"{micro.rows} rows", role.name, Moment("score", role.name), stages)
+    micro = _micro(scene)
+    ahead = scene.config.sampling.overlap_scoring
+    for role in (cast.critic, *(() if ahead else _scorers(cast))):
+        if on_device(scene, role):
+            below = below_of(cast, role) if of_the_base(scene, role) else Below()
+            stages = scored(role, micro, below)
+            yield from _fullest(scene, role.name, Moment("score", role.name), f"{micro.rows} rows", stages)
+    if scene.config.ppo.kl_estimator == "full" and on_device(scene, cast.reference):
+        own = below_of(cast, cast.reference) if of_the_base(scene, cast.reference) else Below()
+        stages = compared(cast.actor, cast.reference, micro, (below_of(cast, cast.actor), own))
+        what = f"{micro.rows} rows, actor and reference"
+        yield from _fullest(scene, "actor", Moment("score", "actor"), what, stages)
 
 
 def _learn(scene: Scene, cast: Cast) -> Iterator[Item]:
-    config = scene.config
-    ppo = config.ppo
+    config, ppo = scene.config, scene.config.ppo
     micro = texts_of(scene, min(ppo.micro_batch_size, ppo.mini_batch_size))
-    kept = not config.memory.optimizer_in_backward and config.memory.optimizer_residency != "offload"
-    several = ppo.mini_batch_size > micro.rows
-    entropy = "learn" if ppo.entropy_coef else "report"
+    keep = not config.memory.optimizer_in_backward and config.memory.optimizer_residency != "offload"
+    several = ppo.mini_batch_size > micro.rows and keep
+    lesson = Lesson(several, keep, "learn" if ppo.entropy_coef else "report")
+    size = {name: 4 * numbers for name, numbers, _, _ in trained(cast)}
+    waits = size["critic"] if scene.compute == "float16" else 0  # both step together (docs/decisions/0009)
+    what = f"{micro.rows} rows"
+    if cast.trained_trunk is not None and not config.trunk.alternate:
+        whole = size["actor"] + size["critic"] + 2 * size["trunk"]
+        stages = joint(cast.actor, cast.critic, cast.trained_trunk, micro, lesson)
+        stages = {**stages, "the steps": {"gradients": Line(whole)}}
+        more: dict[Kind, int] = {"gradients": whole} if several else {}
+        yield from _fullest(scene, "trunk", Moment("learn", "trunk"), what, _unless_steps(stages, several), more)
+        return
     for role in (cast.critic, cast.actor):
-        lesson = Lesson(present=several and kept, keep=kept, entropy=entropy)
-        stages = learned(role, micro, _below(cast), lesson)
-        moment = Moment("learn", role.name)
-        whole = 4 * role.trained_numbers()
-        if several and kept:
-            stages = {name: {**kinds, "gradients": kinds.get("gradients", 0) + whole} for name, kinds in stages.items()}
-        stages["step"] = {"gradients": whole if kept else 0}
-        yield from _fullest(f"{micro.rows} rows", role.name, moment, stages)
+        learns = role.name == "actor"
+        stages = learned(role, micro, below_of(cast, role, learns=learns), lesson)
+        whole = size[role.name] + (size.get("trunk", 0) if learns else 0)
+        stages = {**stages, **_steps(scene, cast, role, whole if keep else 0)}
+        more = {"gradients": (whole if several else 0) + (waits if learns else 0)}
+        more |= _gradients_below(scene, role)
+        yield from _fullest(scene, role.name, Moment("learn", role.name), what, _unless_steps(stages, several), more)
+
+
+def _unless_steps(stages: Stages, several: bool) -> Stages:
+    """Gradients that are there in every stage are not counted once more in the step."""
+    if not several:
+        return stages
+    return {
+        name: {kind: line for kind, line in kinds.items() if kind != "gradients" or "step" not in name}
+        for name, kinds in stages.items()
+    }
+
+
+def _steps(scene: Scene, cast: Cast, role: Role, gradients: int) -> Stages:
+    """The optimizer's step: all gradients, and what of parked states comes in for it, a parameter at a time."""
+    memory = scene.config.memory
+    largest = role.largest()
+    kinds: dict[Kind, Line] = {"gradients": Line(gradients)}
+    if memory.optimizer_residency == "park":
+        kinds["optimizer"] = Line(8 * largest)
+    if memory.optimizer_residency == "offload" and scene.on_cpu:
+        masters = 4 if scene.compute != "float32" else 0
+        kinds["buffers"] = Line(2 * largest * (4 + 8 + masters))
+    return {"the step": kinds}
+
+
+def _gradients_below(scene: Scene, role: Role) -> dict[Kind, int]:
+    """Gradients on their way below the device: two that wait, and on a CPU the buffer that sums go through."""
+    if scene.config.memory.optimizer_residency != "offload":
+        return {}
+    return {"buffers": 4 * role.largest() * (1 if scene.on_cpu else 2)}
