@@ -177,6 +177,7 @@ def learned(role: Role, texts: Texts, below: Below, lesson: Lesson) -> Stages:
         t.meter.stage("forward")
         x = below.inputs(t, texts, batch, form.architecture.hidden, trunk_layers)
         hidden = part.forward(t, batch, x)
+        rows = x if below.cached else None  # the micro-batch's own, which stay until its end
         del x
         t.meter.stage("head")
         out = _opinion(t, role, part, texts, hidden, lesson.entropy)
@@ -185,7 +186,7 @@ def learned(role: Role, texts: Texts, below: Below, lesson: Lesson) -> Stages:
         assert root is not None
         del out
         t.backward(root, t.storage(4 * texts.answers))
-        del loss
+        del loss, rows
         return _stages(t)
 
     return _for_all_layers(run, role.form, below.trunk)

@@ -19,12 +19,14 @@ def project(t: Tape, x: Value, layer: Layer, name: str, outputs: int, batch: Bat
     lora = form.lora
     if lora is None or not lora.on(name.removesuffix("_mlp")):
         return out
-    return ops.cast(t, ops.add(t, out, ops.elementwise(t, _adapted(t, x, layer, lora, name, inputs, outputs))), out.width)
+    wide = ops.cast(t, x, lora.width)
+    beside = ops.elementwise(t, _adapted(t, wide, layer, lora, name, inputs, outputs))
+    return ops.cast(t, ops.add(t, out, beside), out.width)
 
 
 def _adapted(t: Tape, x: Value, layer: Layer, lora: Lora, name: str, inputs: int, outputs: int) -> Value:
     """B A x."""
-    down = ops.linear(t, ops.cast(t, x, lora.width), layer.adapter(f"{name}.A", inputs * lora.rank), lora.rank)
+    down = ops.linear(t, x, layer.adapter(f"{name}.A", inputs * lora.rank), lora.rank)
     return ops.linear(t, down, layer.adapter(f"{name}.B", outputs * lora.rank), outputs)
 
 

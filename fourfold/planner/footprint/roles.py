@@ -166,11 +166,11 @@ def cast_of(scene: Scene) -> Cast:
     trunk = None
     if depth:
         trunk = replace(
-            plain, layers=depth, embedding=True, norm=False, compute=frozen if mode == "trunk" else compute,
+            plain, layers=depth, embedding=True, norm=False, compute=frozen,
             matrices=frozen, vectors=4 if trained_trunk else frozen, table=frozen, quantized=quantized,
         )  # fmt: skip
-        if mode == "adapters" and frozen != compute:
-            trunk = replace(trunk, compute=frozen)
+        if trained_trunk and compute == 4 and scene.stored_in("base") == "bfloat16" and a.family not in TRANSPOSED:
+            trunk = replace(trunk, matrices=2)
     learns = {
         "checkpointing": config.memory.checkpointing,
         "checkpoint_every": config.memory.checkpoint_every,

@@ -87,7 +87,10 @@ def _working(scene: Scene, role: Role) -> Role:
 def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
     moment, texts = Moment("generate", "actor"), texts_of(scene, scene.config.sampling.batch_size)
     role, micro = _working(scene, cast.actor), _micro(scene)
-    stages = sampled(role, cast.trunk, texts)
+    under = cast.trunk
+    if cast.trained_trunk is not None and scene.compute == "float32":
+        under = replace(cast.trained_trunk, trained=False)
+    stages = sampled(role, under, texts)
     again = scored(cast.actor, micro, below_of(cast, cast.actor))
     both = {f"{texts.rows} rows sampled, {SAID[name]}": kinds for name, kinds in stages.items()}
     both |= {f"log-probs of {micro.rows} rows, {SAID.get(name, name)}": kinds for name, kinds in again.items()}
