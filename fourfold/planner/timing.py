@@ -46,8 +46,8 @@ SHARES: Mapping[str, Shares] = {
     # products reach of the published rate beside an H100's (620 of 1,307 and 720 of 989 TFLOP/s; SemiAnalysis,
     # "MI300X vs H100 vs H200 Benchmark Part 1", December 2024).
     "rocm": Shares({"": 0.33}, {"": 0.33}, bandwidth=0.63, layer_seconds=1.2e-3, queues=True),
-    # Measured on AMD EPYC cores with AVX512-BF16, of the rates of 1024 x 1024 products and of copies there (docs/log.md,
-    # 2026-11-30, "What a CPU reaches of its rates"); decoding from the seconds of whole steps.
+    # Measured on AMD EPYC cores with AVX512-BF16, of the rates of 1024 x 1024 products and of copies there; decoding
+    # from the seconds of whole steps (docs/log.md, 2026-11-30, "What a CPU reaches of its rates").
     "cpu": Shares(
         {"float32": 0.8, "": 0.5}, {"float32": 0.35, "": 0.15}, bandwidth=0.5, layer_seconds=0.25e-3, queues=False
     ),

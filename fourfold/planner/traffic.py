@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from fourfold.planner.bill import Footprint, Phase
-from fourfold.planner.holding import own_bytes, own_parameters, residency, trained_parameters
+from fourfold.planner.holding import bytes_a_number, held_in, own_bytes, residency, trained_parameters
 from fourfold.planner.links import behind, below, buckets, road, to_a_service
 from fourfold.planner.passes import Cut, Pass, passes
 from fourfold.planner.scene import WIDTHS, Scene
@@ -35,6 +35,7 @@ def flows(scene: Scene, footprint: Footprint, busy: Busy) -> tuple[Flow, ...]:
             _activations(scene, footprint, busy),
             _gradients(scene, busy),
             _weights(scene, busy),
+            _frozen_weights(scene, made, busy),
             _within_passes(scene, made, busy),
         )
     )
@@ -181,12 +182,34 @@ def _weights(scene: Scene, busy: Busy) -> Iterator[Flow]:
             yield over.flow(
                 f"weights of the {role}, gathered for sampling", role, "sampler", "generate", size, 1, layout.data
             )
-    if layout.zero == 3 and layout.shard_frozen:
-        calls = math.ceil(scene.config.ppo.rollout_batch_size / layout.data / scene.config.ppo.micro_batch_size)
-        for role in FROZEN:
-            size = share * own_parameters(scene, role) * wide * calls
-            moved = over.flow(f"weights of the {role}, gathered", role, role, "score", size, calls, layout.data)
-            yield from behind(moved, busy.get(("score", role), 0.0))
+
+
+def _frozen_weights(scene: Scene, made: list[Pass], busy: Busy) -> Iterator[Flow]:
+    """Frozen weights that ZeRO-3 shards too are gathered for every pass, and for every token that is sampled."""
+    layout = scene.layout
+    if not layout.shard_frozen or layout.data == 1:
+        return
+    over, adapted = road(scene.cluster, layout, "data"), scene.config.sharing.mode == "adapters"
+    share = (layout.data - 1) / layout.data / (layout.tensor * layout.pipeline)
+    sums: dict[tuple[Phase, str], tuple[float, float]] = {}
+    for one in made:
+        if not adapted and one.role in trained_parameters(scene):
+            continue
+        numbers = one.architecture.parameters_of(one.layers.start, one.layers.stop)
+        calls = _calls(scene, one) * (2 if one.direction == "backward" else 1)
+        size = calls * share * numbers * bytes_a_number(scene, held_in(scene, one.role))
+        before = sums.get((one.phase, one.role), (0.0, 0.0))
+        sums[one.phase, one.role] = before[0] + size, before[1] + calls * len(one.layers)
+    for (phase, role), (size, sent) in sums.items():
+        what = f"frozen weights below the {role}, gathered" if adapted else f"weights of the {role}, gathered"
+        yield from behind(over.flow(what, role, role, phase, size, sent, layout.data), busy.get((phase, role), 0.0))
+
+
+def _calls(scene: Scene, one: Pass) -> int:
+    """How often one device goes through the layers of a pass."""
+    if one.decodes:
+        return sum(decoding_steps(scene))
+    return math.ceil(one.batch.rows / scene.layout.data / scene.config.ppo.micro_batch_size)
 
 
 def _within_passes(scene: Scene, made: list[Pass], busy: Busy) -> Iterator[Flow]:
@@ -216,9 +239,7 @@ def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
     wide = WIDTHS[scene.compute]
     tokens = one.batch.tokens / (layout.data * layout.context)
     layers = len(one.layers) / layout.pipeline
-    calls = math.ceil(one.batch.rows / layout.data / scene.config.ppo.micro_batch_size)
-    if one.decodes:
-        calls = sum(decoding_steps(scene))
+    calls = _calls(scene, one)
     hidden = tokens * shape.hidden * wide
     if layout.tensor > 1:  # after attention and after the MLP (Shoeybi et al. 2019, "Megatron-LM", figure 4)
         yield "tensor", 2 * layers * 2 * (layout.tensor - 1) / layout.tensor * hidden, 2 * layers * calls

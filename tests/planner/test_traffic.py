@@ -71,7 +71,15 @@ def test_zero_2_scatters_gradients_of_every_micro_batch() -> None:
 def test_frozen_roles_are_gathered_only_where_they_are_sharded() -> None:
     whole, apart = (scene(layout=Layout(data=8, zero=3, shard_frozen=each), **ONE_NODE) for each in (False, True))
     assert not [f for f in costs(whole, EMPTY).flows if "reference" in f.what]
-    assert total(streams(apart, "weights of the reference")) == pytest.approx(7 / 8 * 2 * SEVEN)
+    layers = 32 * LLAMA_2_7B.layer_parameters
+    assert total(streams(apart, "weights of the reference")) == pytest.approx(7 / 8 * 2 * layers)
+
+
+def test_a_sharded_base_of_adapters_is_gathered_for_every_token_that_is_sampled() -> None:
+    one = scene(layout=Layout(data=8, zero=3, shard_frozen=True), sharing__mode="adapters", **ONE_NODE)
+    found = [f for f in streams(one, "frozen weights below the actor") if f.phase == "generate"]
+    passes = 256 + 1 + 1  # tokens, prompts, log-probs
+    assert total(found) == pytest.approx(passes * 7 / 8 * 2 * 32 * LLAMA_2_7B.layer_parameters)
 
 
 def test_tensor_parallelism_reduces_twice_in_every_layer_of_every_pass() -> None:
