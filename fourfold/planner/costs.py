@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from fourfold.planner.bill import Footprint, Moment, Phase
 from fourfold.planner.hierarchy import check_layout
 from fourfold.planner.holding import elsewhere, residency, trained_parameters
+from fourfold.planner.links import Busy
 from fourfold.planner.passes import Pass, passes
 from fourfold.planner.scene import Scene
 from fourfold.planner.timing import NOTHING, SHARES, Seconds, decoding_steps, pass_seconds, peak_flops, step_seconds
-from fourfold.planner.traffic import FROZEN, Busy, flows, optimizer_steps
+from fourfold.planner.traffic import FROZEN, flows, optimizer_steps
 from fourfold.planner.work import Costs, Flow, Work
 
 WORKING: tuple[Phase, ...] = ("generate", "score", "learn")

@@ -1,4 +1,4 @@
-"""What publications and the source documents say fits a card, by the whole bill of a run rather than by bytes a parameter.
+"""What publications and the source documents say fits a card, by the whole bill of a run, not by bytes a parameter.
 
 Of loading the bill has its own line: a model is read in half precision before it is held in four bits, so what is
 compared here is the step (generate, score, learn).
@@ -31,7 +31,7 @@ FEW: dict[str, Any] = {
 }
 LONG = Lengths.longest(1024, 1024)
 FOUR_BITS: dict[str, Any] = {"precision__frozen": "nf4", **FEW}
-AGAIN = {"memory__checkpointing": "layers"}
+AGAIN: dict[str, Any] = {"memory__checkpointing": "layers"}
 
 
 def peak(

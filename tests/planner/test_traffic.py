@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from fourfold.planner.bill import Footprint, Item, Moment
 from fourfold.planner.costs import costs
 from fourfold.planner.layout import Layout
-from fourfold.planner.links import LATENCY, REACHED, behind, road
+from fourfold.planner.links import LATENCY, REACHED, Cover, behind, road
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.work import Flow
 from planner.scenes import CPU, LLAMA_2_7B, MIXTRAL_8X7B, cluster, scene
@@ -210,3 +211,13 @@ def test_what_does_not_fit_behind_work_is_waited_for() -> None:
     assert (rest.seconds, rest.bytes, rest.hidden) == (6.0, 60.0, False)
     assert [f.hidden for f in behind(flow, 11.0)] == [True]
     assert behind(flow, 0.0) == [flow]
+
+
+def test_two_transfers_on_one_link_share_the_work_that_hides_them() -> None:
+    flow = Flow("x", "a", "b", "learn", 100.0, "pcie", 10.0)
+    cover = Cover({("learn", "actor"): 12.0})
+    assert [f.seconds for f in cover.behind(flow, "actor", share=0.5)] == [6.0, 4.0]
+    assert [f.hidden for f in cover.behind(replace(flow, seconds=6.0), "actor")] == [True]
+    assert cover.behind(flow, "actor") == [flow]
+    assert cover.behind(replace(flow, link="inside the node"), "actor")[0].hidden
+    assert cover.behind(flow, "critic") == [flow]
