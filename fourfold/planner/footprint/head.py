@@ -33,6 +33,11 @@ class HeadForm:
         """Of its weight."""
         return self.vocabulary * self.hidden
 
+    @property
+    def piece(self) -> int:
+        """Bytes of the rows of the weight that are widened at once."""
+        return min(WIDENED_ROWS, self.vocabulary) * self.hidden * self.product
+
     def block_rows(self, chunk: int) -> int:
         """Rows that are finished at once."""
         return min(max((GPU_BLOCK if self.cuda else CPU_BLOCK) // self.vocabulary, 1), chunk)
@@ -75,7 +80,7 @@ def _product(t: Tape, form: HeadForm, chunk: int, width: int) -> None:
     """The product into the logits: rows in its type, and where the weight has another, pieces of that."""
     rows = t.storage(chunk * form.hidden * form.product) if width != form.product else None
     if form.in_pieces or form.compute != form.product:
-        piece = t.storage(min(WIDENED_ROWS, form.vocabulary) * form.hidden * form.product, "buffers")
+        piece = t.storage(form.piece, "buffers")
         del piece
     del rows
 
@@ -85,7 +90,9 @@ def _of_log_probs(t: Tape, form: HeadForm, tokens: int, chunk: int, width: int) 
     of_hidden = t.storage(tokens * form.hidden * width)
     of_weight = t.storage(form.numbers * 4, "buffers") if form.trained else None
     block = t.storage((1 + (tokens > chunk)) * form.block_rows(chunk) * form.vocabulary * 4, "logits")
-    into = t.storage(chunk * form.hidden * form.product)
+    into = [t.storage(chunk * form.hidden * form.product)]
+    if form.in_pieces or form.compute != form.product:
+        into.append(t.storage(form.piece, "buffers"))
     del into
     if of_weight is None:
         return [of_hidden, None]
