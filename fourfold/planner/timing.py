@@ -40,7 +40,7 @@ SHARES: Mapping[str, Shares] = {
     # Large products: 720 of an H100's 989 TFLOP/s (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1", December
     # 2024); copies: 1,700 of an A100-80G's 2,039 GB/s (gpt-fast's README). Of these passes reach 0.68, half of an
     # A100's published rate: 44 to 52 % in training GPT of 1.7 to 1,008 billion parameters (Narayanan et al. 2021,
-    # "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", table 1). Decoding reaches 0.82:
+    # "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", table 1). Decoding has 0.82:
     # gpt-fast moves 1,397 GB/s with Llama-2-7B. Calls: eager PyTorch decodes that at 25.5 tokens/s (PyTorch blog of
     # 2023-11-30, "Accelerating Generative AI with PyTorch II"): 39 ms for 32 layers.
     "cuda": Shares({"": 0.68}, {"": 0.68}, 0.82, published=(0.73, 0.83), layer_seconds=1.2e-3, queues=True),
