@@ -66,7 +66,7 @@ LAYER_NUMBERS = 17
 # A token's keys and values are read by attention, and moved once when the cache grows (transformers' DynamicCache).
 CACHE_TOUCHES = 3
 # bitsandbytes' 8-bit AdamW on a CPU: 30.3 against 21.5 s an update of 1.08e9 steps of one parameter
-# (benchmarks/results, levers of 2026-11-30).
+# (the lever benchmark of 2026-11-30, at commit c89bb1c).
 CPU_8BIT_SECONDS = 8.2e-9
 # A server's processor below a GPU, for roles on "cpu" and Adam on the host.
 HOST = CPUS["epyc-7763"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fourfold.planner.bill import Footprint, Moment
 from fourfold.planner.costs import costs
 from fourfold.planner.layout import Layout
+from fourfold.planner.levers import LEVERS, Lever
 from fourfold.planner.passes import passes
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.timing import CACHE_TOUCHES, HOST, SHARES, roofline
@@ -182,3 +184,20 @@ def test_a_pipeline_of_few_micro_batches_waits_in_its_bubble() -> None:
 def test_a_layout_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="try tensor = 8"):
         of(scene(where=cluster(8, 2), layout=Layout(tensor=16)))
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda each: each.name)
+def test_every_lever_has_costs(lever: Lever) -> None:
+    """On a GPU and on a CPU: seconds that are finite, and a utilisation that no device exceeds."""
+    given = {"precision.compute": "float32", **lever.baseline, **lever.settings}
+    settings: dict[str, Any] = {key.replace(".", "__"): value for key, value in given.items()}
+    sizes = dict.fromkeys(("rollout", "mini", "micro"), 4)
+    settings |= {f"ppo__{name}_batch_size": size for name, size in sizes.items()} | {
+        key: value for key, value in settings.items() if key == "ppo__micro_batch_size"
+    }
+    if "service" in lever.name:
+        settings["service__url"] = "http://127.0.0.1:1"
+    for device in (A100, CPU):
+        found = of(scene(where=cluster(device=device), **settings))
+        assert 0 < found.step_seconds < math.inf and 0 < found.utilisation < 1
+        assert min(found.seconds.values()) > 0
