@@ -30,11 +30,32 @@ class Lever:
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
     not_benchmarked: str = ""  # why benchmarks/levers.py leaves it out; nothing: it does not
+    not_planned: str = ""  # why a search for a plan never takes it; nothing: it may (fourfold.planner.search)
+    planned: Mapping[str, Any] = field(default_factory=dict)  # what a plan sets, where `settings` suit tiny models only
+    halves: tuple[str, str] | None = None  # a key, and that of all rows: a plan takes a half of them, a quarter, ...
+
+    @property
+    def switches(self) -> Mapping[str, Any]:
+        """What a plan sets, besides a part of the rows: not what only makes a comparison a fair one."""
+        part = self.halves[0] if self.halves else ""
+        return self.planned or {
+            key: value
+            for key, value in self.settings.items()
+            if key != part and (key not in self.baseline or self.baseline[key] != value)
+        }
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update is another one than that without it by more than the order of sums makes it."""
+        return self.change == "bounded" and self.bound > ORDER_OF_SUMS
 
     def bound_over(self, *, trunk: bool) -> float:
         """The bound with or without a cached trunk; 0 is bit-equality."""
         return self.bound + (self.trunk_bound if trunk else 0.0)
 
+
+# The largest bound of levers that change an update by nothing but the order in which the same numbers are added up.
+ORDER_OF_SUMS = 1e-4
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
@@ -77,6 +98,7 @@ LEVERS: tuple[Lever, ...] = (
             "half-precision frozen roles",
             "offload optimizer",
         ),
+        not_planned="what is learned by whom is no question of room",
     ),
     Lever(
         name="adapters",
@@ -92,6 +114,7 @@ LEVERS: tuple[Lever, ...] = (
         name="adapters over a trunk",
         where="fourfold.models.adapters",
         settings={**ADAPTERS, "adapters.layers": 2},
+        planned={**ADAPTERS, "adapters.layers": 4},
         baseline=SEPARATE,
         saves="what both save",
         costs="only the upper layers adapt",
@@ -128,6 +151,7 @@ LEVERS: tuple[Lever, ...] = (
         name="micro-batches",
         where="fourfold.models.roles",
         settings={"ppo.micro_batch_size": 1},
+        halves=("ppo.micro_batch_size", "ppo.mini_batch_size"),
         saves="activations, in proportion",
         costs="small products are slower",
         change="bounded",
@@ -181,6 +205,7 @@ LEVERS: tuple[Lever, ...] = (
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
         not_benchmarked="needs a second process that holds the role",
+        not_planned="needs a service that somebody has started",
     ),
     Lever(
         name="service reward",
@@ -193,6 +218,7 @@ LEVERS: tuple[Lever, ...] = (
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles"),
         not_benchmarked="needs a second process that holds the role",
+        not_planned="needs a service that somebody has started",
     ),
     Lever(
         name="park optimizer",
@@ -225,10 +251,22 @@ LEVERS: tuple[Lever, ...] = (
         excludes=("micro-batches", "trained trunk", "float16"),
     ),
     Lever(
+        name="sampling batches",
+        where="fourfold.rollout.local",
+        settings={"sampling.batch_size": 4},
+        halves=("sampling.batch_size", "ppo.rollout_batch_size"),
+        saves="the cache of keys and values and sampling's logits, in proportion",
+        costs="sampling reads the weights once more for each batch",
+        change="bounded",  # as micro-batches
+        bound=1e-4,
+        not_benchmarked="the benchmark samples a few short rows, whose caches are small",
+    ),
+    Lever(
         name="overlap scoring",
         where="fourfold.scoring.ahead",
         settings={"sampling.overlap_scoring": True, "sampling.batch_size": 4},
         baseline={"sampling.batch_size": 4},
+        halves=("sampling.batch_size", "ppo.rollout_batch_size"),
         saves="the seconds of reference and reward, as far as sampling leaves the processor room",
         costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
         change="bounded",  # as micro-batches: products of other shapes
@@ -259,6 +297,7 @@ LEVERS: tuple[Lever, ...] = (
         where="fourfold.backends.scaling",
         # With the default the first steps of a tiny model would be skipped until the scale has fallen.
         settings={"precision.compute": "float16", "precision.loss_scale": 64.0},
+        planned={"precision.compute": "float16"},
         saves="what bfloat16 saves, with 11 binary digits",
         costs="gradients of actor and critic at the same time; steps that overflow are skipped",
         change="bounded",
