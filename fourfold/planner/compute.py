@@ -24,11 +24,11 @@ def _attention_flops(architecture: Architecture, attended_tokens: float) -> floa
     return 4 * architecture.heads * architecture.head_dim * attended_tokens
 
 
-def _matrix_flops(architecture: Architecture, tokens: int) -> float:
+def _matrix_flops(architecture: Architecture, tokens: float) -> float:
     return 2 * (architecture.attention_matrix_parameters + architecture.mlp_matrix_parameters) * tokens
 
 
-def _head_flops(architecture: Architecture, head: Head, head_tokens: int) -> float:
+def _head_flops(architecture: Architecture, head: Head, head_tokens: float) -> float:
     width = {"lm": architecture.vocabulary, "scalar": 1, "none": 0}[head]
     return 2 * architecture.hidden * width * head_tokens
 
@@ -37,10 +37,10 @@ def forward_flops(
     architecture: Architecture,
     *,
     layers: int,
-    tokens: int,
+    tokens: float,
     attended_tokens: float,
     head: Head,
-    head_tokens: int,
+    head_tokens: float,
     adapter_parameters: int = 0,
 ) -> float:
     """FLOPs of a forward pass of `layers` layers over `tokens` tokens and of the head over `head_tokens` of them.
@@ -57,10 +57,10 @@ def backward_flops(
     architecture: Architecture,
     *,
     layers: int,
-    tokens: int,
+    tokens: float,
     attended_tokens: float,
     head: Head,
-    head_tokens: int,
+    head_tokens: float,
     head_trained: bool,
     head_tokens_again: int = 0,
     adapter_parameters: int = 0,
@@ -95,6 +95,6 @@ def classifier_flops(matrix_parameters: int, *, layers: int, hidden: int, tokens
     return 2 * matrix_parameters * tokens + 4 * layers * hidden * attended_tokens
 
 
-def _check(architecture: Architecture, layers: int, tokens: int, attended_tokens: float, head_tokens: int) -> None:
+def _check(architecture: Architecture, layers: int, tokens: float, attended_tokens: float, head_tokens: float) -> None:
     assert 0 <= layers <= architecture.layers, f"{layers} layers of {architecture.layers}"
     assert tokens >= 0 and attended_tokens >= 0 and 0 <= head_tokens <= tokens, "counts of tokens contradict each other"

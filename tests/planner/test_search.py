@@ -21,7 +21,7 @@ from fourfold.planner.levers import LEVERS, lever
 from fourfold.planner.scene import Scene
 from fourfold.planner.search import search
 from fourfold.planner.work import Costs
-from planner.scenes import scene, simple
+from planner.searched import scene, simple
 
 # Sections that leave a space small enough to be tried as a whole.
 KEPT = {"residency": "keep"}
