@@ -56,9 +56,7 @@ def _together(scene: Scene, moment: Moment, made: Iterable[Pass], steps: Mapping
         seconds, touched = step_seconds(scene, moment.role)
         often = steps[moment.role]
         time, moved = time + Seconds(*(often * each for each in seconds)), moved + often * touched
-    return Work(
-        moment, counted["forward"], counted["backward"], round(tokens), flops, moved, time.total, time.bound
-    )
+    return Work(moment, counted["forward"], counted["backward"], round(tokens), flops, moved, time.total, time.bound)
 
 
 def _phase_seconds(

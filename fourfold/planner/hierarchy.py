@@ -58,7 +58,9 @@ def choose_layouts(scene: Scene) -> list[Layout]:
     have too few states for ZeRO; frozen roles are sharded only where ZeRO-3 shards all the rest.
     """
     found = [layout for layout in _all(scene) if _makes_sense(scene, layout)]
-    return sorted(found, key=lambda layout: (layout.pipeline, layout.tensor, layout.context, layout.zero, layout.shard_frozen))
+    return sorted(
+        found, key=lambda layout: (layout.pipeline, layout.tensor, layout.context, layout.zero, layout.shard_frozen)
+    )
 
 
 def _all(scene: Scene) -> Iterator[Layout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,3 @@ def _tree_of_model(asked: Asked) -> dict[str, Any]:
         if rows < MOST_ROWS_AT_ONCE:
             tree["ppo"]["micro_batch_size"] = rows
     return tree
-
-
-def with_layout_of_one(scene: Scene) -> Scene:
-    """The scene on one device of its cluster: what `fourfold run` of this version executes."""
-    return replace(scene, cluster=replace(scene.cluster, nodes=1, node=replace(scene.cluster.node, devices=1)))

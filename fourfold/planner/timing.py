@@ -85,7 +85,9 @@ class Seconds(NamedTuple):
 NOTHING = Seconds(0.0, 0.0, 0.0, 0.0)
 
 
-def roofline(device: Device, dtype: str, flops: float, moved: float, layers: float, *, few_rows: bool = False) -> Seconds:
+def roofline(
+    device: Device, dtype: str, flops: float, moved: float, layers: float, *, few_rows: bool = False
+) -> Seconds:
     """A stretch of `flops` in products of `dtype`, `moved` bytes of device memory and `layers` calls of a layer."""
     shares = SHARES[device.kind]
     share = shares.decoding if few_rows else shares.products.get(dtype, PRODUCTS[device.kind])
@@ -159,7 +161,12 @@ def _decode(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     prompt = lengths.mean_prompt
     attended = batch.rows * prompt * (prompt + 1) / 2
     first = forward_flops(
-        one.architecture, layers=one.layers, tokens=batch.rows * prompt, attended_tokens=attended, head="none", head_tokens=0
+        one.architecture,
+        layers=one.layers,
+        tokens=batch.rows * prompt,
+        attended_tokens=attended,
+        head="none",
+        head_tokens=0,
     )
     device, dtype = processor(scene, one.role), compute_type(scene, one.role)
     weights = weight_bytes(scene, one, "generate")

@@ -103,7 +103,9 @@ def _offloaded(scene: Scene, role: str, numbers: float, moments: float, steps: i
     # Every sum but the first is read before it is written; a step reads it, and reads and writes masters and moments.
     sums = (2 * micro_batches - 1 + 1) * 4 * numbers
     masters = 0 if scene.compute == "float32" else 8 * numbers
-    yield over.flow(f"gradients and states of the {role}", role, "below", "learn", steps * (sums + masters + 2 * moments))
+    yield over.flow(
+        f"gradients and states of the {role}", role, "below", "learn", steps * (sums + masters + 2 * moments)
+    )
 
 
 def _activations(scene: Scene, footprint: Footprint, busy: Busy) -> Iterator[Flow]:
@@ -139,7 +141,13 @@ def _gradients(scene: Scene, busy: Busy) -> Iterator[Flow]:
         share = (replicas - 1) / replicas * (1 if layout.zero else 2)
         how = "reduced and scattered" if layout.zero else "all-reduced"
         moved = over.flow(
-            f"gradients of the {role}, {how}", role, role, "learn", often * share * size, often * buckets(size), replicas
+            f"gradients of the {role}, {how}",
+            role,
+            role,
+            "learn",
+            often * share * size,
+            often * buckets(size),
+            replicas,
         )
         backward = busy.get(("learn", role), 0.0) * 2 / 3
         yield from behind(moved, backward if layout.zero >= 2 else backward / times)
@@ -156,7 +164,13 @@ def _weights(scene: Scene, busy: Busy) -> Iterator[Flow]:
         size = share * count * wide
         if layout.zero < 3:
             yield over.flow(
-                f"new weights of the {role}, gathered", role, role, "learn", steps[role] * size, steps[role], layout.data
+                f"new weights of the {role}, gathered",
+                role,
+                role,
+                "learn",
+                steps[role] * size,
+                steps[role],
+                layout.data,
             )
             continue
         passed = steps[role] * micro_batches_a_step(scene) * 2  # forward and backward
