@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.console import RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from fourfold.planner.bill import Footprint, Kind, Moment
-from fourfold.planner.plan import Plan
+from fourfold.planner.levers import lever
+from fourfold.planner.plan import LeverStep, Plan
 from fourfold.planner.units import seconds, size
 
 LABEL, FIGURES = 16, 25
@@ -80,11 +83,19 @@ def memory_bars(plan: Plan, marks: Marks) -> Iterator[Text]:
         yield line
     used = {item.kind for item in bill.items if item.bytes and item.tier == "device"}
     shown = [group for group in GROUPS if used & set(group.kinds)]
-    legend = Text(" " * LABEL)
-    for group in shown:
-        legend.append(marks.of(group), group.style).append(f" {group.name}  ", "bright_black")
-    legend.append(marks.line, "bold").append(f" budget {size(plan.budget)}", "bright_black")
-    yield legend
+    entries = [(marks.of(group), group.name, group.style) for group in shown]
+    yield from _legend([*entries, (marks.line, f"budget {size(plan.budget)}", "bold")], marks)
+
+
+def _legend(entries: Sequence[tuple[str, str, str]], marks: Marks) -> Iterator[Text]:
+    """What each glyph is, in as many lines as it takes."""
+    line = Text(" " * LABEL)
+    for glyph, name, style in entries:
+        if len(line) > LABEL and len(line) + len(name) + 2 > marks.width:
+            yield line
+            line = Text(" " * LABEL)
+        line.append(glyph, style).append(f" {name}  ", "bright_black")
+    yield line
 
 
 def _segments(bill: Footprint, moment: Moment, marks: Marks) -> list[tuple[str, str, int]]:
@@ -107,8 +118,8 @@ def _bar(segments: Sequence[tuple[str, str, int]], scale: float, budget: int, ma
     return text
 
 
-def waterfall(plan: Plan, marks: Marks) -> Iterator[Text]:
-    """Two lines for each lever in the order in which it was taken: peak and seconds with it, and why."""
+def waterfall(plan: Plan, marks: Marks) -> Iterator[RenderableType]:
+    """A bar for each lever in the order in which it was taken: peak and time with it, settings, and why."""
     scale = max(max(step.peak_bytes for step in plan.steps), plan.budget) / marks.bar
     block, gone = ("#", ".") if marks.ascii_only else ("█", "░")
     before = plan.steps[0].peak_bytes
@@ -123,11 +134,18 @@ def waterfall(plan: Plan, marks: Marks) -> Iterator[Text]:
         if step.peak_bytes > before:
             segments = [(block, "blue", step.peak_bytes)]
         line.append_text(_bar(segments, scale, plan.budget, marks))
-        line.append(f"{size(step.peak_bytes):>11}{seconds(step.step_seconds):>9} a step"[:FIGURES])
+        line.append(f"{size(step.peak_bytes):>11}{seconds(step.step_seconds):>10}")
         yield line
         if number:
-            yield Text(f"  {step.reason}: {settings_shown(step.settings)}", "bright_black")
+            yield Padding(Text(settings_shown(step.settings)), (0, 0, 0, 2))
+            yield Padding(Text(step.reason, "bright_black"), (0, 0, 0, 2))
         before = step.peak_bytes
+
+
+def lever_shown(step: LeverStep) -> str:
+    """A lever's name, with the rows where it takes a part of them."""
+    rows = [str(value) for value in step.settings.values() if type(value) is int and lever(step.lever).halves]
+    return f"{step.lever} of {rows[0]}" if rows else step.lever
 
 
 def settings_shown(settings: Mapping[str, object]) -> str:

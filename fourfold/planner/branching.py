@@ -57,12 +57,19 @@ class Branching:
 
     def run(self, fixed: AbstractSet[str], levers: Sequence[Lever]) -> Candidate | None:
         """The best of all that have the start's options and others of these levers besides."""
-        found = [self._weighed(dimension) for dimension in dimensions(self.root.scene, fixed, levers)]
-        free = [each for each in found if each is not None]
+        choices = dimensions(self.root.scene, fixed, levers)
+        if not self._can_fit([dimension[-1] for dimension in choices]):
+            return self.best
+        free = [each for each in map(self._weighed, choices) if each is not None]
         self._weigh_last(free)
         # What costs most is decided first.
         self._descend(self.root.options, sorted(free, key=lambda each: -each.costs.get(each.smallest, 0.0)))
         return self.best
+
+    def _can_fit(self, smallest: Sequence[Option]) -> bool:
+        """Whether it is worth looking closer: not where even all that saves most, by its declaration, does not fit."""
+        small = self._completed(self.root.options, smallest)
+        return small is None or small.peak <= small.budget or _contradict(self.root.options, smallest)
 
     def _weighed(self, dimension: Dimension) -> Free | None:
         """A dimension without options that others of it surpass; None where that leaves none."""

@@ -13,7 +13,7 @@ from fourfold.config.checks.precision import precision
 from fourfold.config.loading import Contradiction, with_settings
 from fourfold.config.schema import RunConfig
 from fourfold.planner.levers import LEVERS, Lever
-from fourfold.planner.scene import Scene
+from fourfold.planner.scene import WIDTHS, Scene
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,15 @@ def without(config: RunConfig, keys: Iterable[str]) -> RunConfig:
 
 
 def dimensions(scene: Scene, fixed: AbstractSet[str], levers: Iterable[Lever]) -> list[Dimension]:
-    """The options that the user has left free, by the keys that they set; those that are on already are none."""
+    """The options that the user has left free, by the keys that they set, in each the one that saves most last.
+
+    None are those that are on already, and those that are refused even alone.
+    """
     groups: dict[object, list[Option]] = {}
     for lever in levers:
         for option in _options(lever, scene.config):
-            if fixed.isdisjoint(option.settings) and not _changes_nothing(option, scene):
+            open_to_choice = fixed.isdisjoint(option.settings) and not _changes_nothing(option, scene)
+            if open_to_choice and with_options(scene, [option]) is not None:
                 groups.setdefault(lever.halves or frozenset(option.settings), []).append(option)
     return [tuple(options) for options in groups.values()]
 
@@ -99,8 +103,9 @@ def _options(lever: Lever, config: RunConfig) -> Iterator[Option]:
 
 
 def _changes_nothing(option: Option, scene: Scene) -> bool:
-    computes = option.settings.get("precision.compute")
-    return option.is_on(scene.config) or computes == scene.compute
+    computes = option.settings.get("precision.compute", "")
+    same = computes in WIDTHS and WIDTHS[computes] == WIDTHS[scene.compute]  # bfloat16 where float16 would save as much
+    return option.is_on(scene.config) or same
 
 
 def with_options(scene: Scene, options: Iterable[Option]) -> Scene | None:

@@ -46,7 +46,7 @@ def shortage(plan: Plan) -> str:
     most = ", ".join(f"{name} {size(largest[name])}" for name in names)
     return (
         f"does not fit: in {moment} the device would hold {size(held)}, {size(over)} more than the budget of "
-        f"{size(plan.budget)}, with every lever on that was free. The most of it: {most}"
+        f"{size(plan.budget)}, with every free lever that helps. The most of it: {most}"
     )
 
 

@@ -48,8 +48,27 @@ def search(
         starts = [(option,) for dimension in dimensions(scene, fixed, others) for option in dimension]
         found = _best(candidates, starts, spread, fixed, mechanisms)
     if found is None:
-        return [plan_of(candidates.nearest, candidates)]
+        return [plan_of(_pared(candidates.nearest, candidates), candidates)]
     return [plan_of(each, candidates) for each in (found, *_alternatives(found, candidates.fitting))]
+
+
+def as_given(
+    scene: Scene, budget: int, host_budget: int = 0, evaluate: Evaluate = estimate, *, layouts: Sequence[Layout] = ()
+) -> list[Plan]:
+    """The settings as they are, in the best of the layouts, whether they fit or not."""
+    candidates = Candidates(scene, budget, host_budget, evaluate)
+    found = [candidates.get((), layout) for layout in layouts or (scene.layout,)]
+    best = min((each for each in found if each is not None), key=lambda each: (each.missing, each.rank))
+    return [plan_of(best, candidates)]
+
+
+def _pared(nearest: Candidate, candidates: Candidates) -> Candidate:
+    """The one that lacks least, without levers that take nothing off what is missing."""
+    for option in sorted(nearest.options, key=lambda option: option.lever.name):
+        without = candidates.get(nearest.options - {option}, nearest.scene.layout)
+        if without is not None and without.missing <= nearest.missing:
+            nearest = without
+    return nearest
 
 
 def _best(

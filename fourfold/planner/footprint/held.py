@@ -111,7 +111,9 @@ def trained(cast: Cast) -> list[tuple[str, int, int, int]]:
         form = cast.trained_trunk
         a = form.architecture
         matrices = form.layers * (a.attention_matrix_parameters + a.mlp_matrix_parameters)
-        found.append(("trunk", form.layers * a.layer_parameters, matrices, a.hidden * max(a.intermediate, 3 * a.hidden)))
+        found.append(
+            ("trunk", form.layers * a.layer_parameters, matrices, a.hidden * max(a.intermediate, 3 * a.hidden))
+        )
     return found
 
 

@@ -101,7 +101,12 @@ def linear_layers(a: Architecture) -> list[tuple[str, int, int]]:
     if a.family == "gpt2":
         return [("c_attn", 3 * h, h), ("c_proj", h, h), ("c_fc", inner, h), ("c_proj", h, inner)]
     if a.family == "gpt_neox":
-        return [("query_key_value", 3 * h, h), ("dense", h, h), ("dense_h_to_4h", inner, h), ("dense_4h_to_h", h, inner)]
+        return [
+            ("query_key_value", 3 * h, h),
+            ("dense", h, h),
+            ("dense_h_to_4h", inner, h),
+            ("dense_4h_to_h", h, inner),
+        ]
     attention = [("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)]
     gate = [("gate_proj", inner, h)] if a.gated_mlp else []
     return [*attention, *gate, ("up_proj", inner, h), ("down_proj", h, inner)]
@@ -250,7 +255,9 @@ def _reference(scene: Scene, own: Form, head: HeadForm, tied: bool) -> Role:
     if head.trained:
         width = form.table if tied else compute
     pieces = head.in_pieces and width != compute
-    head = replace(head, trained=False, compute=compute, width=width, product=_product(scene, compute), in_pieces=pieces)
+    head = replace(
+        head, trained=False, compute=compute, width=width, product=_product(scene, compute), in_pieces=pieces
+    )
     return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied)
 
 

@@ -153,9 +153,7 @@ class Tape:
         edges = tuple(each.node if isinstance(each, Value) else _trained(each) for each in inputs)
         return self.always(edges, saved, backward) if self.grad and any(edges) else None
 
-    def always(
-        self, edges: tuple[Node | Weight | None, ...], saved: Sequence[Storage], backward: Backward
-    ) -> Node:
+    def always(self, edges: tuple[Node | Weight | None, ...], saved: Sequence[Storage], backward: Backward) -> Node:
         """An operation for the backward pass, whether or not a gradient flows on from it."""
         self._count += 1
         return Node(self._count, edges, self.kept(saved), backward)
