@@ -7,6 +7,7 @@ of any length; ids beyond them are drawn all the same.
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
          "num_key_value_heads": 6, "vocab_size": 8192, "tie_word_embeddings": False},
     ),
-    "qwen2": (
-        "qwen2",
-        {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6,
-         "num_key_value_heads": 2, "vocab_size": 16384, "tie_word_embeddings": True},
-    ),
     "qwen3": (
         "qwen3",
         {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -53,6 +49,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6,
          "vocab_size": 16384, "rotary_pct": 0.25},
+    ),
+    "tiny": (
+        "llama",
+        {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 3000, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
 
@@ -81,7 +82,8 @@ def make_model(name: str, folder: Path) -> Path:
 
 def make_reward(tree: dict[str, Any], folder: Path) -> Path:
     """A reward model of the base's layers, moved a little as training does, with a small random head."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     config = parse_config({**tree, "memory": {}}, "the benchmark")
     scorer = load_base(config).new_scorer()
     with torch.no_grad():

@@ -12,6 +12,7 @@ from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
 AFTER_LOAD = ALWAYS - {Moment("load")}
+SAVE = frozenset({Moment("save")})
 # bitsandbytes: tensors of fewer numbers keep float32 moments; others one byte a moment and a float32 scale for 256.
 SMALL_8BIT, BLOCK_8BIT = 4096, 256
 
@@ -118,28 +119,36 @@ def trained(cast: Cast) -> list[tuple[str, int, int, int]]:
 
 
 def optimizer(scene: Scene, cast: Cast) -> Iterator[Item]:
-    """Adam's moments of everything that is trained."""
+    """Adam's moments of everything that is trained, and what lies below the device with them."""
     config = scene.config
     residency = config.memory.optimizer_residency
     below: Tier = "disk" if scene.on_cpu else "host"
-    for name, numbers, matrices, largest in trained(cast):
+    for name, numbers, matrices, _ in trained(cast):
         section = config.critic if name == "critic" else config.ppo
         eight = "8bit" in section.optimizer
         size = 8 * (numbers - matrices) + (matrices * 2 + 8 * matrices // BLOCK_8BIT if eight else 8 * matrices)
-        how = "2 bytes and scales" if eight else "8 bytes (two float32 moments)"
-        why = f"{numbers:,} parameters x {how}"
+        why = f"{numbers:,} parameters x {'2 bytes and scales' if eight else '8 bytes (two float32 moments)'}"
         if section.optimizer.startswith("paged"):
             yield Item(name, "optimizer", size, AFTER_LOAD, "host", why=f"paged by the driver: {why}")
-        elif residency == "keep":
+            continue
+        if residency == "keep":
             yield Item(name, "optimizer", size, AFTER_LOAD, why=why)
-        else:
-            masters = 4 * matrices if residency == "offload" and scene.compute != "float32" else 0
-            yield Item(name, "optimizer", size, AFTER_LOAD, below, why=why)
-            if masters:
-                said = f"{matrices:,} numbers in matrices x 4 bytes"
-                yield Item(name, "masters", masters, AFTER_LOAD, below, why=said)
-            if residency == "offload":
-                yield Item(name, "gradients", 4 * numbers, AFTER_LOAD, below, why=f"sums: {numbers:,} x 4 bytes")
+            continue
+        yield Item(name, "optimizer", size, AFTER_LOAD, below, why=why)
+        if residency == "park" or scene.on_cpu:
+            yield Item(name, "optimizer", size, SAVE, why=f"all at once, to be written: {why}")
+        if residency == "offload":
+            yield from _masters_below(scene, name, numbers, matrices, below)
+
+
+def _masters_below(scene: Scene, name: str, numbers: int, matrices: int, below: Tier) -> Iterator[Item]:
+    """Float32 masters of what the device holds in half precision, and the sums of gradients."""
+    yield Item(name, "gradients", 4 * numbers, AFTER_LOAD, below, why=f"sums: {numbers:,} x 4 bytes")
+    if scene.compute != "float32":
+        why = f"{matrices:,} numbers in matrices x 4 bytes"
+        yield Item(name, "masters", 4 * matrices, AFTER_LOAD, below, why=why)
+        if scene.on_cpu:
+            yield Item(name, "masters", 4 * matrices, SAVE, why=f"to be written: {why}")
 
 
 def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:
