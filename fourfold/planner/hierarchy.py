@@ -6,6 +6,7 @@ the first belongs on NVLink, the second can go over InfiniBand (Narayanan et al.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from fourfold.planner.hardware.machine import GB, Cluster
@@ -33,6 +34,12 @@ def check_layout(scene: Scene) -> None:
         )
     if layout.pipeline > base.layers:
         raise ValueError(f"layout {layout}: {layout.pipeline} stages of {base.layers} layers; try fewer stages")
+    experts = base.experts.count if base.experts is not None else 1
+    if experts % layout.expert:
+        raise ValueError(
+            f"layout {layout}: expert = {layout.expert} does not divide the model's {experts} experts; try expert = "
+            f"{_largest_divisor(experts, layout.expert)}"
+        )
     mini = scene.config.ppo.mini_batch_size
     if mini % layout.data:
         raise ValueError(
@@ -54,8 +61,8 @@ def _between(cluster: Cluster) -> str:
 def choose_layouts(scene: Scene) -> list[Layout]:
     """Layouts of all devices that make sense, those with the least traffic first.
 
-    Tensor parallelism stays inside a node, pipelines go over nodes, sequences are split where they are long. Adapters
-    have too few states for ZeRO; frozen roles are sharded only where ZeRO-3 shards all the rest.
+    Tensor parallelism and experts stay inside a node, pipelines go over nodes, sequences are split where they are long.
+    Adapters have too few states for ZeRO; frozen weights are sharded only where ZeRO-3 shards all the rest.
     """
     found = [layout for layout in _all(scene) if _makes_sense(scene, layout)]
     return sorted(
@@ -73,8 +80,15 @@ def _all(scene: Scene) -> Iterator[Layout]:
                 data, left = divmod(cluster.devices, pipeline * tensor * context)
                 if left or not data:
                     continue
+                expert = _experts_apart(scene, data, cluster.node.devices // (tensor * context))
                 for zero, frozen in _zero(scene, data):
-                    yield Layout(data, tensor, pipeline, context, 1, zero, frozen)
+                    yield Layout(data, tensor, pipeline, context, expert, zero, frozen)
+
+
+def _experts_apart(scene: Scene, data: int, room: int) -> int:
+    """The most devices of one node that the experts can be spread over."""
+    count = scene.base.experts.count if scene.base.experts is not None else 1
+    return max(each for each in _divisors(math.gcd(count, data)) if each <= max(room, 1))
 
 
 def _zero(scene: Scene, data: int) -> list[tuple[ZeroStage, bool]]:

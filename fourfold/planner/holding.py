@@ -27,11 +27,11 @@ def own_parameters(scene: Scene, role: Part) -> int:
         return other.parameters() if role == "reference" else other.parameters() - other.head_parameters
     base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
     if role == "trunk":
-        return cut.trunk * base.layer_parameters
+        return base.parameters_of(0, cut.trunk)
     scalar_head = base.hidden + 1 if role in ("critic", "reward") else 0
     if mode == "adapters":
         return cut.adapter_parameters + scalar_head
-    branch = cut.branch * base.layer_parameters + base.final_norm_parameters + scalar_head
+    branch = base.parameters_of(cut.trunk, base.layers) + base.final_norm_parameters + scalar_head
     if mode == "trunk":
         return branch
     return branch + base.embedding_parameters + (0 if scalar_head else base.head_parameters)

@@ -46,7 +46,7 @@ class Pass:
     direction: Direction
     batch: Batch
     architecture: Architecture
-    layers: int
+    layers: range  # of the architecture
     head: Head
     flops: float
     decodes: bool = False  # token by token
@@ -91,8 +91,8 @@ class _Maker:
     def generate(self) -> Iterator[Pass]:
         """Decoding, and log-probs by the training engine."""
         if self._cut.trunk:
-            yield self._forward("trunk", "generate", self._whole, self._cut.trunk, "none", decodes=True)
-        yield self._forward("actor", "generate", self._states, self._cut.branch, "lm", decodes=True)
+            yield self._forward("trunk", "generate", self._whole, "none", decodes=True)
+        yield self._forward("actor", "generate", self._states, "lm", decodes=True)
         yield from self._from_ids("actor", "generate", self._states, "lm")
 
     def score(self) -> Iterator[Pass]:
@@ -119,21 +119,21 @@ class _Maker:
             if turn != "critic":
                 yield from self._trained("actor", mini, "lm")
             if self._cut.trunk_trained:
-                yield self._forward("trunk", "learn", mini, self._cut.trunk, "none")
+                yield self._forward("trunk", "learn", mini, "none")
                 # The first mini-batch, and every one that is balanced, keeps the two gradients apart.
                 apart = turn == "both" and (index == 0 or trunk.balance == "grad_norm")
                 for _ in range(0 if turn == "critic" else 1 + int(apart)):
-                    yield self._backward("trunk", mini, self._cut.trunk, "none")
+                    yield self._backward("trunk", mini, "none")
 
     def _trained(self, role: str, mini: Batch, head: Head) -> Iterator[Pass]:
-        yield self._forward(role, "learn", mini, self._cut.branch, head)
-        yield self._backward(role, mini, self._cut.branch, head)
+        yield self._forward(role, "learn", mini, head)
+        yield self._backward(role, mini, head)
 
     def _from_ids(self, role: str, phase: Phase, batch: Batch, head: Head) -> Iterator[Pass]:
         """A pass of a role over the cached trunk, or through the one that it stands on."""
         if self._cut.trunk_trained:
-            yield self._forward("trunk", phase, batch, self._cut.trunk, "none")
-        yield self._forward(role, phase, batch, self._cut.branch, head)
+            yield self._forward("trunk", phase, batch, "none")
+        yield self._forward(role, phase, batch, head)
 
     def _reference(self) -> Iterator[Pass]:
         other = self._scene.models.get("reference")
@@ -143,18 +143,23 @@ class _Maker:
             yield self._of_another("reference", other, self._states, "lm")
 
     def _of_another(self, role: str, model: Architecture, batch: Batch, head: Head) -> Pass:
-        sizes = self._sizes(batch, model.layers, head) | {"architecture": model, "adapter_parameters": 0}
-        return Pass(role, "score", "forward", batch, model, model.layers, head, forward_flops(**sizes))
+        layers = range(model.layers)
+        sizes = self._sizes(batch, layers, head) | {"architecture": model, "adapter_parameters": 0}
+        return Pass(role, "score", "forward", batch, model, layers, head, forward_flops(**sizes))
 
-    def _forward(
-        self, role: str, phase: Phase, batch: Batch, layers: int, head: Head, *, decodes: bool = False
-    ) -> Pass:
+    def _layers(self, role: str) -> range:
+        """Those of the trunk, or those above it that every role has."""
+        trunk = self._cut.trunk
+        return range(trunk) if role == "trunk" else range(trunk, trunk + self._cut.branch)
+
+    def _forward(self, role: str, phase: Phase, batch: Batch, head: Head, *, decodes: bool = False) -> Pass:
+        layers = self._layers(role)
         flops = forward_flops(**self._sizes(batch, layers, head))
         return Pass(role, phase, "forward", batch, self._scene.base, layers, head, flops, decodes)
 
-    def _backward(self, role: str, batch: Batch, layers: int, head: Head) -> Pass:
-        memory = self._config.memory
-        again = -(-layers // memory.checkpoint_every)
+    def _backward(self, role: str, batch: Batch, head: Head) -> Pass:
+        memory, layers = self._config.memory, self._layers(role)
+        again = len(layers[:: memory.checkpoint_every])
         flops = backward_flops(
             **self._sizes(batch, layers, head),
             head_trained=head == "scalar" or (head == "lm" and self._cut.head_trained),
@@ -172,10 +177,11 @@ class _Maker:
         tokens = round(mini.responses / mini.rows * ppo.micro_batch_size)
         return max(tokens - 1, 0) // CHUNK_TOKENS * CHUNK_TOKENS * (mini.rows // ppo.micro_batch_size)
 
-    def _sizes(self, batch: Batch, layers: int, head: Head) -> dict[str, Any]:
+    def _sizes(self, batch: Batch, layers: range, head: Head) -> dict[str, Any]:
         return {
             "architecture": self._scene.base,
-            "layers": layers,
+            "layers": len(layers),
+            "start": layers.start,
             "tokens": batch.tokens,
             "attended_tokens": batch.attended,
             "head": head,

@@ -116,10 +116,12 @@ def pass_seconds(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     device, dtype = processor(scene, one.role), _type_on(processor(scene, one.role), compute_type(scene, one.role))
     share = 1 if elsewhere(scene, one.role) else layout.devices
     calls = math.ceil(one.batch.rows / layout.data / ppo.micro_batch_size)
-    weights = calls * weight_bytes(scene, one, one.phase)
-    passing = 2 * LAYER_NUMBERS * WIDTHS.get(dtype, 2) * one.architecture.hidden * one.batch.tokens * one.layers / share
+    weights = calls * weight_bytes(scene, one)
+    passing = (
+        2 * LAYER_NUMBERS * WIDTHS.get(dtype, 2) * one.architecture.hidden * one.batch.tokens * len(one.layers) / share
+    )
     times = 2 if one.direction == "backward" else 1
-    moved, layers = times * (weights + passing), times * calls * one.layers / layout.pipeline
+    moved, layers = times * (weights + passing), times * calls * len(one.layers) / layout.pipeline
     found = roofline(device, dtype, one.flops / share, moved, layers)
     return stretched(found, 1 + (layout.pipeline - 1) / calls), moved
 
@@ -134,11 +136,16 @@ def stretched(seconds: Seconds, factor: float) -> Seconds:
     return Seconds(*(factor * each for each in seconds))
 
 
-def weight_bytes(scene: Scene, one: Pass, phase: Phase) -> float:
-    """Bytes of device memory that one call of a pass moves for its weights."""
-    head = {"lm": one.architecture.vocabulary * one.architecture.hidden, "scalar": 0, "none": 0}[one.head]
-    numbers = one.layers * one.architecture.layer_parameters + head
-    return numbers * touched(scene, one.role, phase) / (scene.layout.tensor * scene.layout.pipeline)
+def weight_bytes(scene: Scene, one: Pass, *, tokens: float = math.inf) -> float:
+    """Bytes of device memory that one call of a pass moves for its weights; of experts, those that `tokens` reach."""
+    shape, layout = one.architecture, scene.layout
+    head = shape.vocabulary * shape.hidden if one.head == "lm" else 0
+    numbers = float(shape.parameters_of(one.layers.start, one.layers.stop) + head)
+    if shape.experts is not None:
+        held = shape.experts.count * shape.expert_parameters * shape.expert_layers(one.layers.start, one.layers.stop)
+        reached = min(tokens * shape.experts.per_token / shape.experts.count, 1.0)
+        numbers -= held * (1 - reached / layout.expert)
+    return numbers * touched(scene, one.role, one.phase) / (layout.tensor * layout.pipeline)
 
 
 def decoding_steps(scene: Scene) -> tuple[int, int]:
@@ -150,8 +157,7 @@ def decoding_steps(scene: Scene) -> tuple[int, int]:
 
 def cache_bytes_a_token(scene: Scene, layers: int) -> float:
     """Keys and values of one token in these layers."""
-    base = scene.base
-    return 2 * base.kv_heads * base.head_dim * layers * WIDTHS[scene.compute]
+    return scene.base.cached_numbers * layers * WIDTHS[scene.compute]
 
 
 def _decode(scene: Scene, one: Pass) -> tuple[Seconds, float]:
@@ -160,23 +166,25 @@ def _decode(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     batches, steps = decoding_steps(scene)
     prompt = lengths.mean_prompt
     attended = batch.rows * prompt * (prompt + 1) / 2
+    layers = len(one.layers)
     first = forward_flops(
         one.architecture,
-        layers=one.layers,
+        layers=layers,
+        start=one.layers.start,
         tokens=batch.rows * prompt,
         attended_tokens=attended,
         head="none",
         head_tokens=0,
     )
-    device, dtype = processor(scene, one.role), compute_type(scene, one.role)
-    weights = weight_bytes(scene, one, "generate")
+    device, dtype = scene.cluster.device, compute_type(scene, one.role)
     # All stages of a pipeline work on one token one after the other, each reading its own weights.
-    weights *= layout.pipeline
-    prefill = roofline(device, dtype, first / layout.devices, batches * weights, batches * one.layers)
-    cache = CACHE_TOUCHES * (batch.attended - attended) * cache_bytes_a_token(scene, one.layers) / layout.devices
-    moved = steps * weights + cache
-    decode = roofline(device, dtype, (one.flops - first) / layout.devices, moved, steps * one.layers, few_rows=True)
-    return prefill + decode, batches * weights + moved
+    whole = layout.pipeline * weight_bytes(scene, one)
+    prefill = roofline(device, dtype, first / layout.devices, batches * whole, batches * layers)
+    cache = CACHE_TOUCHES * (batch.attended - attended) * cache_bytes_a_token(scene, layers) / layout.devices
+    at_once = batch.rows / layout.data / batches * layout.expert
+    moved = steps * layout.pipeline * weight_bytes(scene, one, tokens=at_once) + cache
+    decode = roofline(device, dtype, (one.flops - first) / layout.devices, moved, steps * layers, few_rows=True)
+    return prefill + decode, batches * whole + moved
 
 
 def step_bytes(scene: Scene, role: str) -> float:

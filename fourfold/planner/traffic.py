@@ -215,7 +215,7 @@ def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
     layout, shape = scene.layout, one.architecture
     wide = WIDTHS[scene.compute]
     tokens = one.batch.tokens / (layout.data * layout.context)
-    layers = one.layers / layout.pipeline
+    layers = len(one.layers) / layout.pipeline
     calls = math.ceil(one.batch.rows / layout.data / scene.config.ppo.micro_batch_size)
     if one.decodes:
         calls = sum(decoding_steps(scene))
@@ -225,9 +225,14 @@ def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
     if layout.pipeline > 1 and one.layers:
         yield "pipeline", hidden, calls
     if layout.context > 1 and not one.decodes:
-        keys = tokens * 2 * shape.kv_heads * shape.head_dim * wide
+        keys = tokens * shape.cached_numbers * wide
         times = 2 if one.direction == "backward" else 1  # with their gradients
         yield "context", times * layers * (layout.context - 1) * keys, layers * calls
+    mixtures = shape.expert_layers(one.layers.start, one.layers.stop) / layout.pipeline
+    if layout.expert > 1 and mixtures:  # to the experts and back (Lepikhin et al. 2021, "GShard", section 3.1)
+        assert shape.experts is not None
+        away = (layout.expert - 1) / layout.expert
+        yield "expert", 2 * mixtures * shape.experts.per_token * away * hidden, 2 * mixtures * calls
 
 
 def optimizer_steps(scene: Scene) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fourfold.config import RunConfig
 from fourfold.config.loading import parse_config
-from fourfold.planner.architectures import Architecture
+from fourfold.planner.architectures import Architecture, Experts
 from fourfold.planner.hardware.machine import GB, Cluster, Device, Node
 from fourfold.planner.layout import Layout
 from fourfold.planner.scene import Lengths, Scene
@@ -25,6 +25,7 @@ LLAMA_2_7B = Architecture(
     gated_mlp=True,
 )
 LLAMA_2_13B = replace(LLAMA_2_7B, layers=40, hidden=5120, heads=40, kv_heads=40, intermediate=13824)
+MIXTRAL_8X7B = replace(LLAMA_2_7B, kv_heads=8, intermediate=14336, experts=Experts(8, 2, 14336))
 LLAMA_2_70B = replace(LLAMA_2_7B, layers=80, hidden=8192, heads=64, kv_heads=8, intermediate=28672)
 
 A100 = Device(

@@ -47,7 +47,10 @@ def counted(scene: Scene) -> Counter[str]:
 
 def real_step(folder: Path, changes: dict[str, Any]) -> tuple[Scene, dict[str, float]]:
     """A step whose prompts are all as long and whose responses are all cut, and the scene that says so."""
-    tree = merged(settings(folder, by_function("pays_by_hash", num_epochs=2)), {"seed": 2, "sampling": {"extra_eos_token_ids": []}})
+    tree = merged(
+        settings(folder, by_function("pays_by_hash", num_epochs=2)),
+        {"seed": 2, "sampling": {"extra_eos_token_ids": []}},
+    )
     config = make_config(by_model(merged(tree, changes), folder / "scorer"))
     trainer = make_trainer(config, prompts=[[7 + i, 8, 9, 10, 11] for i in range(ROWS)])
     trainer.accountant = Accountant(trainer.models, config.memory)
@@ -90,9 +93,16 @@ def test_the_language_heads_second_pass_leaves_the_last_chunk_out() -> None:
 
 def test_a_reward_model_of_another_family_is_counted_with_its_own_layers() -> None:
     small = dataclasses.replace(LLAMA_2_7B, layers=2)
-    settings = {"reward__source": "model", "reward__model": "other", "reward__checkpoint": None, "critic__init": "actor"}
+    settings = {
+        "reward__source": "model",
+        "reward__model": "other",
+        "reward__checkpoint": None,
+        "critic__init": "actor",
+    }
     one = scene(**settings)
-    [reward] = [p for p in passes(dataclasses.replace(one, models={"base": LLAMA_2_7B, "reward": small})) if p.role == "reward"]
+    [reward] = [
+        p for p in passes(dataclasses.replace(one, models={"base": LLAMA_2_7B, "reward": small})) if p.role == "reward"
+    ]
     assert reward.layers == 2 and reward.architecture is small
 
 
