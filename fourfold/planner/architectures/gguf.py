@@ -156,6 +156,8 @@ class _Reader:
             self._at = at
         else:
             self._at += count * struct.calcsize(f"<{self._format(kind)}")
+        if self._at > len(self._data):
+            raise ValueError("an array goes beyond its end")
 
     def _tensor(self) -> tuple[str, Tensor]:
         name = self._string()
