@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+NOTHING_FITS = 3
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `fourfold plan`."""
@@ -36,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the planner set this key, or all of this table, though it is given; may be repeated",
     )
     parser.add_argument(
+        "--refuse", action="append", default=[], metavar="LEVER", help="a lever not to take, such as 'nf4 base'"
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="give a setting"
     )
     parser.add_argument("--as-given", action="store_true", help="take no lever: what the settings cost as they are")
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         response_tokens=args.response_tokens,
         rollout=args.rollout,
         allow=args.allow,
+        refuse=args.refuse,
         overrides=args.overrides,
     )
     found = answer(asked, as_given=args.as_given)
@@ -77,6 +83,3 @@ def run(args: argparse.Namespace) -> int:
 
         write_atomically(Path(args.save).expanduser(), plan_toml(found.plans[0]))
     return 0 if found.plans[0].fits else NOTHING_FITS
-
-
-NOTHING_FITS = 3

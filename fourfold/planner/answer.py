@@ -35,6 +35,9 @@ def answer(asked: Asked, *, as_given: bool = False, evaluate: Evaluate = estimat
     found = wanted(asked)
     layouts = choose_layouts(found.scene) if found.scene.cluster.devices > 1 else [found.scene.layout]
     within = (found.scene, found.budget, found.host_budget, evaluate)
-    plans = given_plan(*within, layouts=layouts) if as_given else search(*within, free=found.free, layouts=layouts)
+    if as_given:
+        plans = given_plan(*within, layouts=layouts)
+    else:
+        plans = search(*within, free=found.free, refused=found.refused, layouts=layouts)
     helps = [] if plans[0].fits else remedies(plans[0], found.free, shipped_devices(), evaluate)
     return Answer(found, plans, helps)

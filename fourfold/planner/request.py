@@ -12,6 +12,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.planner.architectures import Architecture, find_architecture
 from fourfold.planner.choices import allowed_keys, without
 from fourfold.planner.hardware.machine import GIB, Cluster
+from fourfold.planner.levers import LEVERS
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.units import parse_bytes, size
 
@@ -33,6 +34,7 @@ class Asked:
     response_tokens: int | None = None
     rollout: int | None = None
     allow: Sequence[str] = ()
+    refuse: Sequence[str] = ()
     overrides: Sequence[str] = ()
 
 
@@ -44,6 +46,7 @@ class Wanted:
     budget: int
     host_budget: int
     free: tuple[str, ...]  # keys that the planner may set although they are given
+    refused: tuple[str, ...]  # names of levers that it must not take
     notes: tuple[str, ...]
 
 
@@ -63,7 +66,8 @@ def wanted(asked: Asked) -> Wanted:
     free = tuple(allowed_keys(asked.allow))
     cluster = find_hardware(asked.hardware)
     models, notes = architectures_of(config)
-    scene = Scene(without(config, free), models, cluster, lengths_of(config))
+    config = without(config, (*free, "memory.levers"))  # a plan has chosen
+    scene = Scene(config, models, cluster, lengths_of(config))
     budget = round(config.memory.budget_gib * GIB) or cluster.device.memory
     if budget > cluster.device.memory:
         raise ValueError(
@@ -73,7 +77,15 @@ def wanted(asked: Asked) -> Wanted:
     given_host = parse_bytes(asked.host_budget, "--host-budget") if asked.host_budget else 0
     if not of_config:
         notes.append("the data files are those of `fourfold init`: give your own before you run the plan")
-    return Wanted(scene, budget, given_host or host_memory(cluster), free, tuple(notes))
+    return Wanted(scene, budget, given_host or host_memory(cluster), free, _refused(asked.refuse), tuple(notes))
+
+
+def _refused(names: Sequence[str]) -> tuple[str, ...]:
+    known = [lever.name for lever in LEVERS if not lever.not_planned]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--refuse {name!r}: no such lever; allowed: {', '.join(known)}")
+    return tuple(names)
 
 
 def is_config(target: str) -> bool:

@@ -28,18 +28,20 @@ def search(
     evaluate: Evaluate = estimate,
     *,
     free: Collection[str] = (),
+    refused: Collection[str] = (),
     layouts: Sequence[Layout] = (),
     changes: Collection[Change] = ANY_CHANGE,
 ) -> list[Plan]:
     """The best plan that fits and the next two, or alone the one that lacks least: then its `missing` is above 0.
 
-    Settings that are given in the scene's configuration are kept, but for the keys in `free`. `changes` says which
-    levers may be taken: "exact" ones and those that only add up in another order, "bounded" ones that round too, and
-    such as train "other parameters", which are tried only where nothing else fits. Without `layouts` the scene's stays.
+    Settings that are given in the scene's configuration are kept, but for the keys in `free`; levers whose names are in
+    `refused` are not taken. `changes` says which levers may be taken: "exact" ones and those that only add up in
+    another order, "bounded" ones that round too, and such as train "other parameters", which are tried only where
+    nothing else fits. Without `layouts` the scene's stays.
     """
     candidates = Candidates(scene, budget, host_budget, evaluate)
     fixed = {key for key in lever_keys() if is_given(scene.config, key) and key not in free}
-    levers = [lever for lever in LEVERS if not lever.not_planned]
+    levers = [lever for lever in LEVERS if not lever.not_planned and lever.name not in refused]
     others = [lever for lever in levers if lever.change == "other parameters"]
     mechanisms = [lever for lever in levers if lever not in others and (not lever.rounds or "bounded" in changes)]
     spread = layouts or (scene.layout,)
