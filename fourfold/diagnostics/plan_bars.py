@@ -137,8 +137,8 @@ def waterfall(plan: Plan, marks: Marks) -> Iterator[RenderableType]:
         line.append(f"{size(step.peak_bytes):>11}{seconds(step.step_seconds):>10}")
         yield line
         if number:
-            yield Padding(Text(settings_shown(step.settings)), (0, 0, 0, 2))
-            yield Padding(Text(step.reason, "bright_black"), (0, 0, 0, 2))
+            yield Padding(Text(settings_shown(step.settings)), (0, 0, 0, 2), expand=False)
+            yield Padding(Text(step.reason, "bright_black"), (0, 0, 0, 2), expand=False)
         before = step.peak_bytes
 
 

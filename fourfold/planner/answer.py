@@ -29,7 +29,7 @@ class Answer:
 
 def answer(asked: Asked, *, as_given: bool = False, evaluate: Evaluate = estimate) -> Answer:
     """Find the plans; `as_given` takes the settings as they are, whether they fit or not."""
-    from fourfold.planner.hardware import shipped_devices
+    from fourfold.planner.hardware.devices import GPUS
     from fourfold.planner.hierarchy import choose_layouts
 
     found = wanted(asked)
@@ -39,5 +39,5 @@ def answer(asked: Asked, *, as_given: bool = False, evaluate: Evaluate = estimat
         plans = given_plan(*within, layouts=layouts)
     else:
         plans = search(*within, free=found.free, refused=found.refused, layouts=layouts)
-    helps = [] if plans[0].fits else remedies(plans[0], found.free, shipped_devices(), evaluate)
+    helps = [] if plans[0].fits else remedies(plans[0], found.free, tuple(GPUS.values()), evaluate)
     return Answer(found, plans, helps)

@@ -68,7 +68,7 @@ def _pared(nearest: Candidate, candidates: Candidates) -> Candidate:
     """The one that lacks least, without levers that take nothing off what is missing."""
     for option in sorted(nearest.options, key=lambda option: option.lever.name):
         without = candidates.get(nearest.options - {option}, nearest.scene.layout)
-        if without is not None and without.missing <= nearest.missing:
+        if without is not None and without.missing <= nearest.missing and without.excess <= nearest.excess:
             nearest = without
     return nearest
 
