@@ -50,8 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`fourfold plan CONFIG|MODEL`."""
+    if args.save and Path(args.save).is_dir():
+        raise ValueError(f"--save {args.save}: is a folder; give the name of a file, such as {args.save}/plan.toml")
+    import json
+
+    from rich.console import Console
+
+    from fourfold.diagnostics.plan_tables import show_plan
+    from fourfold.files import write_atomically
     from fourfold.planner.answer import answer
     from fourfold.planner.request import Asked
+    from fourfold.planner.saved import plan_toml
 
     asked = Asked(
         target=args.target,
@@ -67,19 +76,13 @@ def run(args: argparse.Namespace) -> int:
         overrides=args.overrides,
     )
     found = answer(asked, as_given=args.as_given)
+    best = found.plans[0]
+    if args.save and best.fits:
+        write_atomically(Path(args.save).expanduser(), plan_toml(best))
     if args.json:
-        import json
-
         print(json.dumps(found.report(), indent=2))
     else:
-        from rich.console import Console
-
-        from fourfold.diagnostics.plan_tables import show_plan
-
         show_plan(Console(highlight=False), found.plans, found.wanted.notes, found.helps, Path(args.target).name)
-    if found.plans[0].fits and args.save:
-        from fourfold.files import write_atomically
-        from fourfold.planner.saved import plan_toml
-
-        write_atomically(Path(args.save).expanduser(), plan_toml(found.plans[0]))
-    return 0 if found.plans[0].fits else NOTHING_FITS
+        if args.save and best.fits:
+            print(f"{args.save} written; start it with: fourfold run {args.save}")
+    return 0 if best.fits else NOTHING_FITS

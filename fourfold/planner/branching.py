@@ -48,23 +48,33 @@ class Free:
 
 @dataclass
 class Branching:
-    """The search below one start; `best` is the best that is known, from other starts at first."""
+    """The search below one start; `best` is the best that is known, from other starts at first.
+
+    `fastest` are the fastest options, from an earlier layout at first: what is so in one is taken to be so in others.
+    """
 
     candidates: Candidates
     root: Candidate
     layout: Layout
     best: Candidate | None
+    fastest: list[Option | None] | None = None
 
     def run(self, fixed: AbstractSet[str], levers: Sequence[Lever]) -> Candidate | None:
         """The best of all that have the start's options and others of these levers besides."""
         choices = dimensions(self.root.scene, fixed, levers)
-        if not self._can_fit([dimension[-1] for dimension in choices]):
+        if self._is_beaten() or not self._can_fit([dimension[-1] for dimension in choices]):
             return self.best
         free = [each for each in map(self._weighed, choices) if each is not None]
+        self.fastest = [each.fastest for each in free]
         self._weigh_last(free)
         # What costs most is decided first.
         self._descend(self.root.options, sorted(free, key=lambda each: -each.costs.get(each.smallest, 0.0)))
         return self.best
+
+    def _is_beaten(self) -> bool:
+        """Whether the fastest options of an earlier layout are too slow in this one."""
+        fast = None if self.fastest is None else self._completed(self.root.options, self.fastest)
+        return fast is not None and self._too_slow(fast.rank[1])
 
     def _can_fit(self, smallest: Sequence[Option]) -> bool:
         """Whether it is worth looking closer: not where even all that saves most, by its declaration, does not fit."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 from typing import Any
 
@@ -25,13 +26,22 @@ def report(asked: Wanted, plans: Sequence[Plan], helps: Sequence[Remedy]) -> dic
         "remedies": [{"change": each.text, "missing_bytes": each.missing} for each in helps],
         "budget_bytes": asked.budget,
         "host_budget_bytes": asked.host_budget,
-        "hardware": asdict(cluster),
-        "models": {role: asdict(model) for role, model in scene.models.items()},
+        "hardware": _plain(asdict(cluster)),
+        "models": {role: _plain(asdict(model)) for role, model in scene.models.items()},
         "lengths": scene.lengths._asdict(),
         "compute": scene.compute,
         "notes": list(asked.notes),
         "plans": [as_dict(plan) for plan in plans],
     }
+
+
+def _plain(value: Any) -> Any:
+    """With mappings and lists that JSON knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted(value)
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

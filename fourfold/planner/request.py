@@ -10,6 +10,7 @@ from typing import Any
 from fourfold.config.loading import apply_override, parse_config, read_extended
 from fourfold.config.schema import RunConfig
 from fourfold.planner.architectures import Architecture, find_architecture
+from fourfold.planner.architectures.published import PUBLISHED
 from fourfold.planner.choices import allowed_keys, without
 from fourfold.planner.hardware.machine import GIB, Cluster
 from fourfold.planner.levers import LEVERS
@@ -75,6 +76,7 @@ def wanted(asked: Asked) -> Wanted:
             f"{size(cluster.device.memory)}; allowed: at most that"
         )
     given_host = parse_bytes(asked.host_budget, "--host-budget") if asked.host_budget else 0
+    notes += cluster.notes
     if not of_config:
         notes.append("the data files are those of `fourfold init`: give your own before you run the plan")
     return Wanted(scene, budget, given_host or host_memory(cluster), free, _refused(asked.refuse), tuple(notes))
@@ -138,12 +140,18 @@ def _of_arguments(asked: Asked, of_config: bool) -> Mapping[str, object]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
+def _loadable(model: str) -> str:
+    """The hub id of a published model that is called by the planner's own name for it: what a run can load."""
+    known = PUBLISHED.get(model.lower())
+    return model if known is None else known.hub
+
+
 def _tree_of_model(asked: Asked) -> dict[str, Any]:
     """The tables of a run of this model: of `fourfold init` with nothing in them that is not needed."""
     name = Path(asked.target).name.removesuffix(".gguf")
     tree: dict[str, Any] = {
         "output": f"runs/{name}",
-        "model": {"path": asked.target},
+        "model": {"path": _loadable(asked.target)},
         "data": {
             "prompts": {"path": "data/prompts.jsonl"},
             "max_prompt_tokens": PROMPT_TOKENS,
@@ -152,7 +160,7 @@ def _tree_of_model(asked: Asked) -> dict[str, Any]:
         "sampling": {"max_new_tokens": RESPONSE_TOKENS},
     }
     if asked.reward_model:
-        tree |= {"stages": ["ppo"], "reward": {"source": "model", "model": asked.reward_model}}
+        tree |= {"stages": ["ppo"], "reward": {"source": "model", "model": _loadable(asked.reward_model)}}
         tree["critic"] = {"init": "actor"}
     else:
         tree["data"] |= {stage: {"path": f"data/{stage}.jsonl"} for stage in ("texts", "pairs")}

@@ -18,7 +18,7 @@ from fourfold.planner.waterfall import plan_of
 ANY_CHANGE: tuple[Change, ...] = ("exact", "bounded", "other parameters")
 ALTERNATIVES = 2
 # An alternative takes at most this part of what the plans before it take, or rounds less than they.
-ROOMIER = 0.95
+ROOMIER = 0.85
 
 
 def search(
@@ -83,10 +83,13 @@ def _best(
     """The best of all that build on one of these starts, in one of these layouts."""
     best = None
     for start in starts:
+        fastest = None
         for layout in layouts:
             root = candidates.get(start, layout)
             if root is not None:
-                best = Branching(candidates, root, layout, best).run(fixed, levers)
+                branching = Branching(candidates, root, layout, best, fastest)
+                best = branching.run(fixed, levers)
+                fastest = branching.fastest
     return best
 
 

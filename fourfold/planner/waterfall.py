@@ -90,4 +90,3 @@ def _warnings(candidate: Candidate) -> Iterator[str]:
             yield f"{option.lever.name} trains other parameters than the settings as given: {option.lever.costs}"
     if candidate.scene.layout.devices > 1:
         yield f"the layout {candidate.scene.layout} is on paper: `fourfold run` of this version works on one device"
-    yield from candidate.scene.cluster.notes

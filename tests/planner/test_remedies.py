@@ -59,5 +59,5 @@ def test_shorter_texts_and_larger_devices() -> None:
     (plan,) = search(start, 30 * GIB, 0, longer)
     small, large = replace(GPU, name="small", memory=40 * GIB), replace(GPU, name="large", memory=400 * GIB)
     found = {str(each) for each in remedies(plan, devices=(large, small), evaluate=longer)}
-    assert "sampling.max_new_tokens = 128: it fits" in found
+    assert "sampling.max_new_tokens = 64: it fits" in found
     assert "a device of 400.0 GiB, such as large: it fits" in found
