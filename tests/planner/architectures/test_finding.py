@@ -83,7 +83,7 @@ def test_wrong_paths_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file or folder './none'"):
         find_architecture("./none")
     (tmp_path / "weights.bin").write_text("x")
-    with pytest.raises(ValueError, match="holds no config.json but weights.bin"):
+    with pytest.raises(ValueError, match=r"holds no config\.json but weights\.bin"):
         find_architecture(str(tmp_path))
     for text, said in (("{", "cannot be read"), ("[1]", "holds a list"), ('{"model_type": "mamba"}', "'mamba'")):
         (tmp_path / "config.json").write_text(text)

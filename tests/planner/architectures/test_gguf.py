@@ -17,7 +17,9 @@ from fourfold.planner.architectures.published import PUBLISHED
 WIDE, ROWS = 64, 37  # width and vocabulary
 
 
-def write(file: Path, architecture: str = "llama", tensors: dict[str, Any] | None = None, **values: int) -> Path:
+def write(
+    file: Path, values: dict[str, int], architecture: str = "llama", tensors: dict[str, Any] | None = None
+) -> Path:
     """A file with a tokenizer's arrays and the tensors asked for, float32 unless given with a type."""
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_string("general.name", "tiny, with an ü")
@@ -26,7 +28,7 @@ def write(file: Path, architecture: str = "llama", tensors: dict[str, Any] | Non
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     for name, value in values.items():
-        writer.add_uint32(f"{architecture}.{name.replace('__', '.')}", value)
+        writer.add_uint32(f"{architecture}.{name}", value)
     for name, tensor in {"token_embd.weight": numpy.zeros((ROWS, WIDE), "float32"), **(tensors or {})}.items():
         if isinstance(tensor, tuple):
             data, kind = tensor
@@ -44,8 +46,8 @@ LLAMA = {
     "block_count": 2,
     "embedding_length": WIDE,
     "feed_forward_length": 96,
-    "attention__head_count": 4,
-    "attention__head_count_kv": 2,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
 }
 
 
@@ -61,7 +63,7 @@ def test_a_header_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None:
         "blk.0.ffn_gate.weight": (data, gguf.GGMLQuantizationType.Q8_0),
         "blk.0.attn_q.weight": numpy.zeros((WIDE, WIDE), "float16"),
     }
-    file = write(tmp_path / "a.gguf", tensors=tensors, **LLAMA)
+    file = write(tmp_path / "a.gguf", LLAMA, tensors=tensors)
     header, reference = read_header(file), gguf.GGUFReader(file)
     assert len(header.tensors) == 4
     for tensor in reference.tensors:
@@ -81,7 +83,7 @@ def test_a_header_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_llama_from_its_header(tmp_path: Path) -> None:
-    file = write(tmp_path / "small.gguf", **LLAMA)
+    file = write(tmp_path / "small.gguf", LLAMA)
     found = find_architecture(str(file))
     assert (found.name, found.source, found.quantisation) == ("small", str(file), "F32")
     expected = {
@@ -95,7 +97,7 @@ def test_a_llama_from_its_header(tmp_path: Path) -> None:
         "tie_word_embeddings": True,
     }
     assert found.architecture == Architecture.from_config(expected)
-    untied = write(tmp_path / "untied.gguf", tensors={"output.weight": numpy.zeros((ROWS, WIDE), "float32")}, **LLAMA)
+    untied = write(tmp_path / "untied.gguf", LLAMA, tensors={"output.weight": numpy.zeros((ROWS, WIDE), "float32")})
     assert found.architecture.parameters() + ROWS * WIDE == find_architecture(str(untied)).architecture.parameters()
 
 
@@ -106,8 +108,8 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
             "block_count": 32,
             "embedding_length": 4096,
             "feed_forward_length": 14336,
-            "attention__head_count": 32,
-            "attention__head_count_kv": 8,
+            "attention.head_count": 32,
+            "attention.head_count_kv": 8,
             "expert_count": 8,
             "expert_used_count": 2,
         },
@@ -118,10 +120,10 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
             "block_count": 48,
             "embedding_length": 2048,
             "feed_forward_length": 6144,
-            "attention__head_count": 32,
-            "attention__head_count_kv": 4,
-            "attention__key_length": 128,
-            "attention__value_length": 128,
+            "attention.head_count": 32,
+            "attention.head_count_kv": 4,
+            "attention.key_length": 128,
+            "attention.value_length": 128,
             "expert_count": 128,
             "expert_used_count": 8,
             "expert_feed_forward_length": 768,
@@ -133,14 +135,14 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
             "block_count": 27,
             "embedding_length": 2048,
             "feed_forward_length": 10944,
-            "attention__head_count": 16,
-            "attention__head_count_kv": 1,
-            "attention__kv_lora_rank": 512,
-            "attention__key_length": 576,
-            "attention__value_length": 512,
-            "attention__key_length_mla": 192,
-            "attention__value_length_mla": 128,
-            "rope__dimension_count": 64,
+            "attention.head_count": 16,
+            "attention.head_count_kv": 1,
+            "attention.kv_lora_rank": 512,
+            "attention.key_length": 576,
+            "attention.value_length": 512,
+            "attention.key_length_mla": 192,
+            "attention.value_length_mla": 128,
+            "rope.dimension_count": 64,
             "expert_count": 64,
             "expert_used_count": 6,
             "expert_shared_count": 2,
@@ -154,10 +156,10 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
             "block_count": 26,
             "embedding_length": 1152,
             "feed_forward_length": 6912,
-            "attention__head_count": 4,
-            "attention__head_count_kv": 1,
-            "attention__key_length": 256,
-            "attention__sliding_window": 512,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 1,
+            "attention.key_length": 256,
+            "attention.sliding_window": 512,
         },
     ),
     "gpt2": (
@@ -166,7 +168,7 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
             "block_count": 12,
             "embedding_length": 768,
             "feed_forward_length": 3072,
-            "attention__head_count": 12,
+            "attention.head_count": 12,
             "context_length": 1024,
         },
     ),
@@ -176,7 +178,7 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
             "block_count": 12,
             "embedding_length": 768,
             "feed_forward_length": 3072,
-            "attention__head_count": 12,
+            "attention.head_count": 12,
         },
     ),
 }
@@ -186,7 +188,7 @@ HEADERS: dict[str, tuple[str, dict[str, int]]] = {
 def test_published_models_from_their_headers(name: str, tmp_path: Path) -> None:
     """The keys are those that llama.cpp's converter writes for these models."""
     family, values = HEADERS[name]
-    file = write(tmp_path / "m.gguf", family, **values)
+    file = write(tmp_path / "m.gguf", values, family)
     ours = Architecture.from_config(PUBLISHED[name].config)
     # The tiny file has a vocabulary of its own, and no head.
     config = {
@@ -198,13 +200,13 @@ def test_published_models_from_their_headers(name: str, tmp_path: Path) -> None:
 
 
 def test_a_family_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf", "mamba", block_count=2)
+    file = write(tmp_path / "m.gguf", {"block_count": 2}, "mamba")
     with pytest.raises(ValueError, match=r"m\.gguf.*'mamba'.*allowed: llama"):
         find_architecture(str(file))
 
 
 def test_a_missing_size_is_named(tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf", **{key: value for key, value in LLAMA.items() if key != "embedding_length"})
+    file = write(tmp_path / "m.gguf", {key: value for key, value in LLAMA.items() if key != "embedding_length"})
     with pytest.raises(ValueError, match="has no hidden_size"):
         find_architecture(str(file))
 
@@ -229,7 +231,7 @@ def test_no_file_and_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_anywhere_in_its_header_is_refused(tmp_path: Path) -> None:
-    whole = write(tmp_path / "a.gguf", **LLAMA).read_bytes()
+    whole = write(tmp_path / "a.gguf", LLAMA).read_bytes()
     header = len(whole) - ROWS * WIDE * 4 - 32  # before the data there may be padding
     for length in range(4, header, 7):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
