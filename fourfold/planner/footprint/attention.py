@@ -71,6 +71,8 @@ def _eager(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch:
         laid_key = ops.custom(t, key.numbers, key.width, [key], [])
     scores = ops.elementwise(t, ops.custom(t, numbers, query.width, [laid, laid_key], [laid, laid_key]))
     del laid, laid_key
+    if a.family == "gemma2":  # softcap x tanh(scores / softcap)
+        scores = ops.elementwise(t, ops.keeping_output(t, numbers, scores.width, [ops.elementwise(t, scores)], []))
     if mask is not None:
         scores = ops.add(t, scores, mask)
     weights = ops.keeping_output(t, numbers, 4, [ops.cast(t, scores, 4)], [])

@@ -33,6 +33,11 @@ class HeadForm:
         """Of its weight."""
         return self.vocabulary * self.hidden
 
+    @property
+    def piece(self) -> int:
+        """Bytes of the rows of the weight that are widened at once."""
+        return min(WIDENED_ROWS, self.vocabulary) * self.hidden * self.product
+
     def block_rows(self, chunk: int) -> int:
         """Rows that are finished at once."""
         return min(max((GPU_BLOCK if self.cuda else CPU_BLOCK) // self.vocabulary, 1), chunk)
@@ -55,7 +60,8 @@ def log_probs(t: Tape, hidden: Value, weight: Weight, form: HeadForm, entropy: s
     # A chunk's first block is made while the last one of the chunk before is still there.
     blocks = [t.storage(block, "logits") for _ in range(2 + (tokens > chunk) + (form.softcap and ahead))]
     if ahead:
-        blocks.append(t.storage(chunk * form.hidden * form.product))
+        del blocks[2:]
+        _into_hidden(t, form, chunk)
     del blocks
     kept = [hidden.storage, *(value.storage for value in found)]
     kept += [slopes.storage] if slopes is not None else [logits, *([held.storage] if held is not None else [])]
@@ -65,7 +71,7 @@ def log_probs(t: Tape, hidden: Value, weight: Weight, form: HeadForm, entropy: s
         if ahead:
             of_hidden = t.storage(tokens * form.hidden * 4)
             return [of_hidden if width == 4 else t.storage(tokens * form.hidden * width), None]
-        return _of_log_probs(t, form, tokens, chunk, width)
+        return _of_log_probs(t, form, tokens, chunk, width, entropy)
 
     out.node = t.node([hidden, held or weight], kept, back)
     return out
@@ -75,24 +81,33 @@ def _product(t: Tape, form: HeadForm, chunk: int, width: int) -> None:
     """The product into the logits: rows in its type, and where the weight has another, pieces of that."""
     rows = t.storage(chunk * form.hidden * form.product) if width != form.product else None
     if form.in_pieces or form.compute != form.product:
-        piece = t.storage(min(WIDENED_ROWS, form.vocabulary) * form.hidden * form.product, "buffers")
+        piece = t.storage(form.piece, "buffers")
         del piece
     del rows
 
 
-def _of_log_probs(t: Tape, form: HeadForm, tokens: int, chunk: int, width: int) -> Gradients:
+def _into_hidden(t: Tape, form: HeadForm, chunk: int) -> None:
+    """A chunk's gradient times the weight."""
+    into = [t.storage(chunk * form.hidden * form.product)]
+    if form.in_pieces or form.compute != form.product:
+        into.append(t.storage(form.piece, "buffers"))
+    del into
+
+
+def _of_log_probs(t: Tape, form: HeadForm, tokens: int, chunk: int, width: int, entropy: str) -> Gradients:
     """Gradients of hidden and weight; the chunk's logits are overwritten by theirs."""
     of_hidden = t.storage(tokens * form.hidden * width)
     of_weight = t.storage(form.numbers * 4, "buffers") if form.trained else None
-    block = t.storage((1 + (tokens > chunk)) * form.block_rows(chunk) * form.vocabulary * 4, "logits")
-    into = t.storage(chunk * form.hidden * form.product)
-    del into
+    size = form.block_rows(chunk) * form.vocabulary * 4
+    blocks = [t.storage(size, "logits") for _ in range(1 + (tokens > chunk) + form.softcap + (entropy == "learn"))]
+    del blocks[1 + (entropy == "learn") :]
+    _into_hidden(t, form, chunk)
     if of_weight is None:
         return [of_hidden, None]
     if form.product != 4:
         added = t.storage(form.numbers * form.product, "buffers")
         del added
-    del block
+    del blocks
     return [of_hidden, of_weight if form.compute == 4 else t.storage(form.numbers * form.compute, "buffers")]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fourfold.planner.bill import MOMENTS, Item, Moment, Tier
 from fourfold.planner.footprint.form import Form
 from fourfold.planner.footprint.passes import Texts
-from fourfold.planner.footprint.roles import Cast, Role, layer_matrix_bytes, lora_numbers, part_bytes
+from fourfold.planner.footprint.roles import Cast, Role, layer_matrix_bytes, linear_layers, lora_numbers, part_bytes
 from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
@@ -105,16 +106,33 @@ def sampler_copy(scene: Scene, cast: Cast) -> Iterator[Item]:
     yield Item("actor", "weights", size, moments, why=f"the sampler's copy: {why}")
 
 
-def trained(cast: Cast) -> list[tuple[str, int, int, int]]:
-    """Who is trained: name, parameters, numbers of them in matrices, numbers of the largest."""
-    found = [(r.name, r.trained_numbers(), r.matrix_numbers(), r.largest()) for r in (cast.actor, cast.critic)]
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Who is trained: parameters, numbers of them in matrices, and the matrices' sizes with how many there are of each."""
+
+    name: str
+    numbers: int
+    matrices: int
+    sizes: list[tuple[int, int]]
+
+    def moments(self, optimizer: str) -> int:
+        """Bytes of both of Adam's."""
+        if "8bit" not in optimizer:
+            return 8 * self.numbers
+        large = [(size, count) for size, count in self.sizes if size >= SMALL_8BIT]
+        rounded = sum(count * (2 * size + 8 * -(-size // BLOCK_8BIT)) for size, count in large)
+        return rounded + 8 * (self.numbers - sum(size * count for size, count in large))
+
+
+def trained(cast: Cast) -> list[Trained]:
+    """Actor and critic, and the trunk where it is trained."""
+    roles = (cast.actor, cast.critic)
+    found = [Trained(r.name, r.trained_numbers(), r.matrix_numbers(), r.matrix_sizes()) for r in roles]
     if cast.trained_trunk is not None:
         form = cast.trained_trunk
-        a = form.architecture
-        matrices = form.layers * (a.attention_matrix_parameters + a.mlp_matrix_parameters)
-        found.append(
-            ("trunk", form.layers * a.layer_parameters, matrices, a.hidden * max(a.intermediate, 3 * a.hidden))
-        )
+        sizes = [(outputs * inputs, form.layers) for _, outputs, inputs in linear_layers(form.architecture)]
+        matrices = sum(size * count for size, count in sizes)
+        found.append(Trained("trunk", form.layers * form.architecture.layer_parameters, matrices, sizes))
     return found
 
 
@@ -123,11 +141,11 @@ def optimizer(scene: Scene, cast: Cast) -> Iterator[Item]:
     config = scene.config
     residency = config.memory.optimizer_residency
     below: Tier = "disk" if scene.on_cpu else "host"
-    for name, numbers, matrices, _ in trained(cast):
-        section = config.critic if name == "critic" else config.ppo
-        eight = "8bit" in section.optimizer
-        size = 8 * (numbers - matrices) + (matrices * 2 + 8 * matrices // BLOCK_8BIT if eight else 8 * matrices)
-        why = f"{numbers:,} parameters x {'2 bytes and scales' if eight else '8 bytes (two float32 moments)'}"
+    for each in trained(cast):
+        section = config.critic if each.name == "critic" else config.ppo
+        name, size = each.name, each.moments(section.optimizer)
+        how = "2 bytes and scales" if "8bit" in section.optimizer else "8 bytes (two float32 moments)"
+        why = f"{each.numbers:,} parameters x {how}"
         if section.optimizer.startswith("paged"):
             yield Item(name, "optimizer", size, AFTER_LOAD, "host", why=f"paged by the driver: {why}")
             continue
@@ -138,7 +156,7 @@ def optimizer(scene: Scene, cast: Cast) -> Iterator[Item]:
         if residency == "park" or scene.on_cpu:
             yield Item(name, "optimizer", size, SAVE, why=f"all at once, to be written: {why}")
         if residency == "offload":
-            yield from _masters_below(scene, name, numbers, matrices, below)
+            yield from _masters_below(scene, name, each.numbers, each.matrices, below)
 
 
 def _masters_below(scene: Scene, name: str, numbers: int, matrices: int, below: Tier) -> Iterator[Item]:

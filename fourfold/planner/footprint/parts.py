@@ -13,6 +13,11 @@ from fourfold.planner.footprint.tape import Gradients, Storage, Tape, Value, Wei
 ROTARY_SHARE = {"gpt_neox": 0.25}
 
 
+def _as_given(x: Value) -> tuple[Value, tuple[Value, ...]]:
+    """The first input of the layers, and what the pass holds on to until its end."""
+    return x, (x,)
+
+
 @dataclass(slots=True)
 class Part:
     """A part with its weights."""
@@ -34,7 +39,7 @@ class Part:
         t.offload = before or (form.offload and t.grad)
         positions = t.empty(2 * batch.tokens, 8)  # and the mask of tokens as integers
         with t.casting(form.autocast):
-            hidden, looked_up = (ops.cast(t, x, form.compute), ()) if x is not None else self._looked_up(t, batch)
+            hidden, given = self._looked_up(t, batch) if x is None else _as_given(ops.cast(t, x, form.compute))
             del x
             around = layers.Surroundings(form, batch, self._mask(t, batch), self._rotary(t, batch), cache)
             for layer in self.stack:
@@ -42,7 +47,7 @@ class Part:
                 hidden = self._watched(t, hidden, layer.index)
             if form.norm:
                 hidden = layers.norm(t, hidden, self.last, "norm")
-        del positions, looked_up
+        del positions, given
         t.offload = before
         return hidden
 

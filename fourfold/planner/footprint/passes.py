@@ -108,7 +108,8 @@ def scored(role: Role, texts: Texts, below: Below) -> Stages:
         part, batch = Part(form), texts.whole if role.scalar else texts.states
         t.meter.stage("layers")
         x = below.inputs(t, texts, batch, form.architecture.hidden, trunk_layers)
-        hidden = part.forward(t, batch, x)
+        hidden, rows = part.forward(t, batch, x), x if below.cached else None
+        del x
         t.meter.stage("head")
         if role.head is None:
             heads.values(t, hidden, Weight(form.architecture.hidden, 4, trained=False))
@@ -116,6 +117,7 @@ def scored(role: Role, texts: Texts, below: Below) -> Stages:
             states = _states(t, role, part, texts, hidden)
             del hidden
             heads.log_probs(t, states, _head_weight(role, part), role.head, "none")
+        del rows
         return _stages(t)
 
     return _for_all_layers(run, role.form, below.trunk)
@@ -176,12 +178,11 @@ def learned(role: Role, texts: Texts, below: Below, lesson: Lesson) -> Stages:
         part, batch = Part(form), texts.states
         t.meter.stage("forward")
         x = below.inputs(t, texts, batch, form.architecture.hidden, trunk_layers)
-        hidden = part.forward(t, batch, x)
         rows = x if below.cached else None  # the micro-batch's own, which stay until its end
+        hidden = [part.forward(t, batch, x)]
         del x
         t.meter.stage("head")
-        out = _opinion(t, role, part, texts, hidden, lesson.entropy)
-        del hidden
+        out = _opinion(t, role, part, texts, hidden.pop(), lesson.entropy)
         loss, root = t.storage(LOSS_TENSORS * 4 * texts.answers), out.node
         assert root is not None
         del out
@@ -212,11 +213,11 @@ def joint(actor: Role, critic: Role, trunk: Form, texts: Texts, lesson: Lesson) 
         t.meter.stage("forward")
         shared = Part(replace(trunk, layers=trunk_layers)).forward(t, batch)
         doors = [ops.Anchor(t, shared) for _ in parts]
-        features, value_features = (part.forward(t, batch, d.value) for part, d in zip(parts, doors, strict=True))
+        features = [parts[0].forward(t, batch, doors[0].value)]
+        value_features = parts[1].forward(t, batch, doors[1].value)
         t.meter.stage("heads")
         values = _opinion(t, critic, parts[1], texts, value_features, "none")
-        log_probs = _opinion(t, actor, parts[0], texts, features, lesson.entropy)
-        del features
+        log_probs = _opinion(t, actor, parts[0], texts, features.pop(), lesson.entropy)
         loss, roots = t.storage(2 * LOSS_TENSORS * 4 * texts.answers), (values.node, log_probs.node)
         del values, log_probs
         for name, root in zip(("critic", "actor"), roots, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fourfold.planner.architectures import Architecture
-from fourfold.planner.footprint.form import Form, Lora
+from fourfold.planner.footprint.form import Attention, Form, Lora
 from fourfold.planner.footprint.head import HeadForm
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 from fourfold.planner.scene import WIDTHS, Scene
@@ -49,23 +49,29 @@ class Role:
         head = self.head.numbers if self.head is not None and self.head.trained and not self.tied else 0
         return form.layers * a.layer_parameters + _ends(form) + head + scalar
 
-    def matrix_numbers(self) -> int:
-        """Of the trained ones, those in matrices, which autocast rounds for products."""
+    def matrix_sizes(self) -> list[tuple[int, int]]:
+        """Of the trained parameters that are matrices: numbers in each, and how many there are of that size."""
         a, form = self.form.architecture, self.form
-        if form.lora is not None or not form.trained:
+        layers = linear_layers(a)
+        if form.lora is not None:
+            both = [(form.lora.rank * size, form.layers) for n, o, i in layers if form.lora.on(n) for size in (o, i)]
+            return [*both, (a.hidden, int(self.scalar))]
+        if not form.trained:
+            return []
+        found = [(outputs * inputs, form.layers) for _, outputs, inputs in layers]
+        found += [(a.vocabulary * a.hidden, int(form.embedding)), (a.learned_positions * a.hidden, int(form.embedding))]
+        head = self.head is not None and self.head.trained and not self.tied
+        return [*found, (a.vocabulary * a.hidden, int(head)), (a.hidden, int(self.scalar))]
+
+    def matrix_numbers(self) -> int:
+        """Of the trained ones, those in matrices that autocast rounds for products; adapters stay as they are."""
+        if self.form.lora is not None:
             return 0
-        table = a.embedding_parameters if form.embedding else 0
-        head = self.head.numbers if self.head is not None and self.head.trained and not self.tied else 0
-        return form.layers * layer_matrices(a) + table + head
+        return sum(size * count for size, count in self.matrix_sizes()) - self.form.architecture.hidden * self.scalar
 
     def largest(self) -> int:
         """Numbers of the largest trained parameter."""
-        a, form = self.form.architecture, self.form
-        if form.lora is not None:
-            return form.lora.rank * max(a.intermediate, a.hidden)
-        inner = 3 * a.hidden if a.family in ("gpt2", "gpt_neox") else a.heads * a.head_dim
-        table = a.vocabulary * a.hidden if form.embedding or (self.head is not None and self.head.trained) else 0
-        return max(table, a.hidden * max(a.intermediate, inner) if form.layers else a.hidden)
+        return max((size for size, count in self.matrix_sizes() if count), default=0)
 
 
 def layer_matrices(a: Architecture) -> int:
@@ -101,12 +107,7 @@ def linear_layers(a: Architecture) -> list[tuple[str, int, int]]:
     if a.family == "gpt2":
         return [("c_attn", 3 * h, h), ("c_proj", h, h), ("c_fc", inner, h), ("c_proj", h, inner)]
     if a.family == "gpt_neox":
-        return [
-            ("query_key_value", 3 * h, h),
-            ("dense", h, h),
-            ("dense_h_to_4h", inner, h),
-            ("dense_4h_to_h", h, inner),
-        ]
+        return [("query_key_value", 3 * h, h), ("dense", h, h), ("dense_h_to_4h", inner, h), ("dense_4h_to_h", h, inner)]
     attention = [("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)]
     gate = [("gate_proj", inner, h)] if a.gated_mlp else []
     return [*attention, *gate, ("up_proj", inner, h), ("down_proj", h, inner)]
@@ -162,7 +163,7 @@ def cast_of(scene: Scene) -> Cast:
         hidden=a.hidden,
         compute=compute,
         width=frozen if shared else 4,
-        product=_product(scene, compute),
+        product=_product(scene, scene.compute),
         softcap=a.family == "gemma2",
         trained=not shared,
         in_pieces=shared and frozen != compute,
@@ -217,13 +218,15 @@ def _width(held: str, compute: int) -> int:
     return WIDTHS.get(held, compute)
 
 
-def _attention(scene: Scene):
-    return "eager" if scene.config.memory.attention == "eager" else "sdpa"
+def _attention(scene: Scene) -> Attention:
+    """What 'auto' comes to; Gemma 2 caps its scores, which no fused kernel does."""
+    capped = scene.base.family == "gemma2"
+    return "eager" if scene.config.memory.attention == "eager" or capped else "sdpa"
 
 
-def _product(scene: Scene, compute: int) -> int:
+def _product(scene: Scene, kind: str) -> int:
     """Logits are multiplied in float32 where a CPU has no instructions for half (AVX-512 has those for bfloat16)."""
-    return 4 if scene.on_cpu and scene.compute == "float16" else compute
+    return 4 if scene.on_cpu and kind == "float16" else WIDTHS[kind]
 
 
 def _narrowed(role: Role, compute: int) -> Role:
@@ -255,9 +258,7 @@ def _reference(scene: Scene, own: Form, head: HeadForm, tied: bool) -> Role:
     if head.trained:
         width = form.table if tied else compute
     pieces = head.in_pieces and width != compute
-    head = replace(
-        head, trained=False, compute=compute, width=width, product=_product(scene, compute), in_pieces=pieces
-    )
+    head = replace(head, trained=False, compute=compute, width=width, product=_product(scene, held if held in WIDTHS else scene.compute), in_pieces=pieces)
     return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied)
 
 

@@ -135,7 +135,7 @@ def _learn(scene: Scene, cast: Cast) -> Iterator[Item]:
     keep = not config.memory.optimizer_in_backward and config.memory.optimizer_residency != "offload"
     several = ppo.mini_batch_size > micro.rows and keep
     lesson = Lesson(several, keep, "learn" if ppo.entropy_coef else "report")
-    size = {name: 4 * numbers for name, numbers, _, _ in trained(cast)}
+    size = {each.name: 4 * each.numbers for each in trained(cast)}
     waits = size["critic"] if scene.compute == "float16" else 0  # both step together (docs/decisions/0009)
     what = f"{micro.rows} rows"
     if cast.trained_trunk is not None and not config.trunk.alternate:
