@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from fourfold.planner.bill import Footprint, Moment, Phase
 from fourfold.planner.hierarchy import check_layout
 from fourfold.planner.holding import elsewhere, residency, trained_parameters
+from fourfold.planner.links import Busy
 from fourfold.planner.passes import Pass, passes
 from fourfold.planner.scene import Scene
 from fourfold.planner.timing import NOTHING, SHARES, Seconds, decoding_steps, pass_seconds, peak_flops, step_seconds
@@ -23,10 +24,10 @@ def costs(scene: Scene, footprint: Footprint) -> Costs:
     """
     check_layout(scene)
     work = _work(scene)
-    busy = {(each.moment.phase, each.moment.role): each.seconds for each in work}
+    busy: Busy = {(each.moment.phase, each.moment.role): each.seconds for each in work}
     streams = flows(scene, footprint, busy)
     beside = _beside_sampling(scene, work)
-    seconds = {phase: _phase_seconds(scene, phase, work, streams, beside) for phase in WORKING}
+    seconds: dict[Phase, float] = {phase: _phase_seconds(scene, phase, work, streams, beside) for phase in WORKING}
     here = sum(each.flops for each in work if not elsewhere(scene, each.moment.role))
     peak = peak_flops(scene.cluster.device, scene.compute)
     utilisation = here / (peak * sum(seconds.values()))
@@ -93,7 +94,8 @@ def _beside_sampling(scene: Scene, work: Iterable[Work]) -> dict[str, float]:
         return {}
     device, early = scene.cluster.device, (batches - 1) / batches
     sampling = [each for each in work if each.moment.phase == "generate"]
-    products = sum(each.flops for each in sampling) / (peak_flops(device, scene.compute) * SHARES[device.kind].decoding)
+    reached = peak_flops(device, scene.compute) * SHARES[device.kind].of(scene.compute, few_rows=True)
+    products = sum(each.flops for each in sampling) / reached
     room = {True: early * sum(each.seconds for each in sampling)}
     room[False] = max(room[True] - early * products, 0.0) if SHARES[device.kind].queues else 0.0
     hidden: dict[str, float] = {}

@@ -23,8 +23,8 @@ def check_layout(scene: Scene) -> None:
     node = cluster.node
     if node.devices % layout.tensor:
         raise ValueError(
-            f"layout {layout}: tensor = {layout.tensor} on nodes of {node.devices} devices would all-reduce every layer's "
-            f"activations {_between(cluster)}; allowed: a divisor of {node.devices}; try tensor = "
+            f"layout {layout}: tensor = {layout.tensor} on nodes of {node.devices} devices would all-reduce the "
+            f"activations of every layer {_between(cluster)}; allowed: a divisor of {node.devices}; try tensor = "
             f"{_largest_divisor(node.devices, layout.tensor)} and data parallelism across the nodes"
         )
     if base.heads % layout.tensor:
@@ -43,8 +43,9 @@ def check_layout(scene: Scene) -> None:
     mini = scene.config.ppo.mini_batch_size
     if mini % layout.data:
         raise ValueError(
-            f"layout {layout}: ppo.mini_batch_size = {mini} rows cannot be shared out among data = {layout.data} devices; "
-            f"try data = {_largest_divisor(mini, layout.data)} or ppo.mini_batch_size = {-(-mini // layout.data) * layout.data}"
+            f"layout {layout}: ppo.mini_batch_size = {mini} rows cannot be shared out among data = {layout.data} "
+            f"devices; try data = {_largest_divisor(mini, layout.data)} or ppo.mini_batch_size = "
+            f"{-(-mini // layout.data) * layout.data}"
         )
 
 

@@ -46,9 +46,7 @@ def trained_parameters(scene: Scene) -> dict[Part, int]:
 def held_in(scene: Scene, role: Part) -> str:
     """The type, or the kind of fewer bits, in which the matrices lie that a role's products read."""
     precision = scene.config.precision
-    if scene.config.sharing.mode == "adapters":
-        asked = precision.frozen
-    elif role == "trunk" and not Cut.of(scene).trunk_trained:
+    if scene.config.sharing.mode == "adapters" or (role == "trunk" and not Cut.of(scene).trunk_trained):
         asked = precision.frozen
     else:
         asked = {"reference": precision.reference, "reward": precision.reward}.get(role, "auto")

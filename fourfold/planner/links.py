@@ -7,6 +7,7 @@ what talks most is nearest (Narayanan et al. 2021, section 3).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,8 @@ from fourfold.planner.layout import Layout
 from fourfold.planner.scene import Scene
 from fourfold.planner.work import Flow
 
+# Seconds of work by phase and role.
+Busy = Mapping[tuple[Phase, str], float]
 Axis = Literal["tensor", "context", "data", "expert", "pipeline"]
 # What transfers reach of a link's rate: NCCL's all-reduce about 235 of the 300 GB/s that an A100 sends by NVLink
 # (nccl-tests), and copies from pinned memory about 25 of the 31.5 GB/s of PCIe 4.0 x16.
@@ -94,3 +97,20 @@ def behind(flow: Flow, seconds: float) -> list[Flow]:
     hidden = replace(flow, bytes=share * flow.bytes, seconds=seconds, hidden=True)
     rest = replace(flow, bytes=(1 - share) * flow.bytes, seconds=flow.seconds - seconds)
     return [hidden, rest] if share else [rest]
+
+
+class Cover:
+    """The work that transfers hide behind; two on one link share it."""
+
+    def __init__(self, busy: Busy) -> None:
+        self._busy = busy
+        self._left: dict[tuple[Phase, str, Link], float] = {}
+
+    def behind(self, flow: Flow, role: str, share: float = 1.0) -> list[Flow]:
+        """The flow while `role` works in its phase; `share` of that work is such that it can go on beside it."""
+        whole = self._busy.get((flow.phase, role), 0.0)
+        key = flow.phase, role, flow.link
+        left = self._left.setdefault(key, whole)
+        cover = min(left, share * whole)
+        self._left[key] = left - min(cover, flow.seconds)
+        return behind(flow, cover)

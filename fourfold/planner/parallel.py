@@ -3,9 +3,12 @@
 What divides what (d data, t tensor, p pipeline, c context, e expert):
 
 * data: rows, as far as a pass has more than one device's share of them; with ZeRO the states of what is trained (1
-  masters and moments, 2 gradients, 3 weights; Rajbhandari et al. 2020, section 5), and gathered layers come in;
+  masters and moments, 2 gradients, 3 weights; Rajbhandari et al. 2020, section 5). Where masters are sharded, weights
+  in the compute type take the place of what one device makes of them for its passes and for sampling: whole in stages
+  1 and 2, two layers at a time in stage 3, and whole while it samples;
 * tensor: matrices of decoder layers and an untied head, keys and values up to the number of KV heads, and of
   activations what lies inside attention and MLP (Korthikanti et al. 2022, equation 2). Embedding and norms stay whole;
+  Casts of weights and other temporary tensors of a role are taken to be divided as its weights are;
 * pipeline: layers. The first stage has the embedding and as many micro-batches in flight as there are stages
   (Narayanan et al. 2021, section 2.2), the last the head and its logits: the fuller of the two is the answer;
 * context: tokens of a row: activations, keys and values, cached activations;
@@ -53,8 +56,38 @@ def sharded(footprint: Footprint, scene: Scene) -> Footprint:
 
 
 def _of_stage(footprint: Footprint, scene: Scene, stage: Stage) -> Footprint:
-    items = [part for item in footprint.items for part in _divided(item, scene, stage)]
-    return Footprint((*items, *_gathered(scene, footprint.moments)))
+    items = [*(_without_narrow_copies(footprint.items, scene)), *_narrow_weights(footprint, scene)]
+    divided = [part for item in items for part in _divided(item, scene, stage)]
+    return Footprint((*divided, *_gathered(scene, footprint.moments)))
+
+
+def _narrows_masters(scene: Scene) -> bool:
+    """Whether trained roles have float32 masters on the device, of which products and sampling need narrow copies."""
+    config = scene.config
+    kept = config.memory.optimizer_residency != "offload" and config.sharing.mode != "adapters"
+    return kept and scene.compute != "float32"
+
+
+def _without_narrow_copies(items: Iterable[Item], scene: Scene) -> Iterator[Item]:
+    """Under ZeRO neither the sampler's copy nor what autocast keeps of a pass is there beside the narrow weights."""
+    trained = trained_parameters(scene)
+    for item in items:
+        if scene.layout.zero and _narrows_masters(scene) and item.holder in trained and item.tier == "device":
+            if item.kind == "weights" and item.holder == "actor":
+                continue
+            if item.kind == "buffers":
+                narrowed = trained[item.holder] * WIDTHS[scene.compute]
+                item = replace(item, bytes=max(item.bytes - narrowed, 0))
+        yield item
+
+
+def _narrow_weights(footprint: Footprint, scene: Scene) -> Iterator[Item]:
+    """The weights that ZeRO-1 and 2 gather after each step."""
+    if scene.layout.zero in (1, 2) and _narrows_masters(scene):
+        wide = WIDTHS[scene.compute]
+        for role, numbers in trained_parameters(scene).items():
+            why = f"{numbers:,} numbers x {wide} bytes, gathered after each step"
+            yield Item(role, "weights", numbers * wide, frozenset(footprint.moments), why=why)
 
 
 def _divided(item: Item, scene: Scene, stage: Stage) -> Iterator[Item]:
@@ -64,14 +97,14 @@ def _divided(item: Item, scene: Scene, stage: Stage) -> Iterator[Item]:
     for moment in item.moments:
         groups.setdefault(_share(item, moment, scene, stage), set()).add(moment)
     for share, moments in groups.items():
-        if share:
+        if share and item.bytes:
             yield replace(item, bytes=math.ceil(share * item.bytes) * host, moments=frozenset(moments))
 
 
 def _share(item: Item, moment: Moment, scene: Scene, stage: Stage) -> float:
     """The part of an item's bytes that one device holds."""
     layout = scene.layout
-    if item.kind in STATES:
+    if item.kind in STATES or (item.kind == "buffers" and item.holder != "run"):
         return _share_of_states(item, scene, stage)
     rows = rows_share(scene, moment.phase)
     if item.kind == "KV cache":
@@ -87,7 +120,7 @@ def _share(item: Item, moment: Moment, scene: Scene, stage: Stage) -> float:
         return 1 / (layout.data * layout.context)
     if item.kind == "experience":
         return 1 / layout.data
-    return 1.0  # buffers and framework: every process has its own
+    return 1.0  # framework, and what loading takes: every process has its own
 
 
 def rows_share(scene: Scene, phase: Phase) -> float:
@@ -156,7 +189,7 @@ def _share_of_states(item: Item, scene: Scene, stage: Stage) -> float:
 def _replicas(item: Item, scene: Scene) -> int:
     """Data-parallel devices among which ZeRO shards an item; 1 where it does not."""
     layout = scene.layout
-    if layout.zero < SHARDED_FROM[item.kind]:
+    if layout.zero < SHARDED_FROM.get(item.kind, 4):
         return 1
     if item.kind == "weights" and item.holder in FROZEN:
         return layout.data if layout.shard_frozen else 1
@@ -185,19 +218,21 @@ def _numbers(item: Item, scene: Scene) -> _Numbers:
 
 
 def _gathered(scene: Scene, moments: Iterable[Moment]) -> Iterator[Item]:
-    """What ZeRO-3 brings together: two layers in passes, all of the actor for sampling, which reads it for each token."""
+    """What ZeRO-3 brings together: two layers in passes, and all that the actor trains for sampling."""
     layout, wide = scene.layout, WIDTHS[scene.compute]
     if layout.zero < 3 or layout.data == 1:
         return
-    there = set(moments)
-    divided = layout.tensor * layout.pipeline
+    there, divided = set(moments), layout.tensor * layout.pipeline
+    adapted = scene.config.sharing.mode == "adapters"
     layer = GATHERED * scene.base.layer_parameters * wide // divided
-    holders = (*trained_parameters(scene), *(("reference", "reward") if layout.shard_frozen else ()))
-    for role in holders:
-        passing = frozenset(m for m in there if m.role == role and m.phase in ("score", "learn"))
+    for role in ("actor", "critic", "trunk", "reference", "reward"):
+        frozen = adapted or role in FROZEN
+        if frozen and not layout.shard_frozen:
+            continue
+        passing = frozenset(m for m in there if m.role == role and (frozen or m.phase != "generate"))
         if passing:
             yield Item(role, "buffers", layer, passing, why=f"{GATHERED} layers of {wide} bytes a number, gathered")
     sampling = frozenset(m for m in there if m.phase == "generate")
-    if sampling:
-        size = own_parameters(scene, "actor") * wide * (layout.data - 1) // (layout.data * divided)
-        yield Item("actor", "buffers", size, sampling, why="weights gathered for sampling, less this device's part")
+    if sampling and not adapted:
+        size = own_parameters(scene, "actor") * wide // divided
+        yield Item("actor", "buffers", size, sampling, why="weights gathered for sampling")

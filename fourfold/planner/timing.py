@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.planner.bill import Phase
 from fourfold.planner.compute import forward_flops
 from fourfold.planner.hardware.machine import Device
 from fourfold.planner.holding import compute_type, elsewhere, residency, touched, trained_parameters
@@ -25,11 +24,16 @@ from fourfold.planner.work import Bound
 class Shares:
     """What real work reaches of a device's rates, and what a layer's call costs before it computes."""
 
-    products: Mapping[str, float]  # of FLOP/s, in whole passes, by the type of the inputs
-    decoding: float  # of FLOP/s, with the few rows of a decoding step
+    products: Mapping[str, float]  # of FLOP/s, in whole passes, by the type of the inputs; "": of all others
+    decoding: Mapping[str, float]  # the same with the few rows of a decoding step
     bandwidth: float
     layer_seconds: float
     queues: bool  # calls return before their work is done
+
+    def of(self, dtype: str, *, few_rows: bool) -> float:
+        """Of FLOP/s in products of a type."""
+        shares = self.decoding if few_rows else self.products
+        return shares.get(dtype, shares[""])
 
 
 SHARES: Mapping[str, Shares] = {
@@ -37,17 +41,18 @@ SHARES: Mapping[str, Shares] = {
     # "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", table 1). Bandwidth: gpt-fast
     # decodes Llama-2-7B at 1,397 of the A100-80G's 2,039 GB/s (its README, "Benchmarks"). Calls: eager PyTorch decodes
     # it at 25.5 tokens/s (PyTorch blog of 2023-11-30, "Accelerating Generative AI with PyTorch II"): 39 ms, 32 layers.
-    "cuda": Shares({}, decoding=0.5, bandwidth=0.68, layer_seconds=1.2e-3, queues=True),
+    "cuda": Shares({"": 0.5}, {"": 0.5}, bandwidth=0.68, layer_seconds=1.2e-3, queues=True),
     # Bandwidth: gpt-fast's README, 1,029 of the 1,638 GB/s of an MI250X's die. Products: as CUDA's, times what large
     # products reach of the published rate beside an H100's (620 of 1,307 and 720 of 989 TFLOP/s; SemiAnalysis,
     # "MI300X vs H100 vs H200 Benchmark Part 1", December 2024).
-    "rocm": Shares({}, decoding=0.33, bandwidth=0.63, layer_seconds=1.2e-3, queues=True),
-    # Measured on a core of an AMD EPYC with AVX512-BF16 (docs/log.md, "What a CPU reaches of its rates"), against the
-    # rates that fourfold.diagnostics.machine finds: products of 1024 x 1024 and copies.
-    "cpu": Shares({"float32": 0.8, "bfloat16": 0.5}, decoding=0.15, bandwidth=0.5, layer_seconds=0.25e-3, queues=False),
+    "rocm": Shares({"": 0.33}, {"": 0.33}, bandwidth=0.63, layer_seconds=1.2e-3, queues=True),
+    # Measured on AMD EPYC cores with AVX512-BF16, of the rates of 1024 x 1024 products and of copies there; decoding
+    # from the seconds of whole steps (docs/log.md, 2026-11-30, "What a CPU reaches of its rates").
+    "cpu": Shares(
+        {"float32": 0.8, "": 0.5}, {"float32": 0.35, "": 0.15}, bandwidth=0.5, layer_seconds=0.25e-3, queues=False
+    ),
 }
-PRODUCTS = {"cuda": 0.5, "rocm": 0.33, "cpu": 0.5}  # where the type has no share of its own
-# A type without instructions: on such a CPU bfloat16 ran at 6 GFLOP/s where float32 ran at 39 (docs/log.md, 2026-11-29).
+# A type without instructions: on such a CPU bfloat16 ran at 6 GFLOP/s, float32 at 39 (docs/log.md, 2026-11-29).
 EMULATED = 0.15
 # What a layer writes and later reads for each token, in numbers of the hidden size: 34 bytes of 2-byte numbers are kept
 # for the backward pass (Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 2).
@@ -90,8 +95,7 @@ def roofline(
 ) -> Seconds:
     """A stretch of `flops` in products of `dtype`, `moved` bytes of device memory and `layers` calls of a layer."""
     shares = SHARES[device.kind]
-    share = shares.decoding if few_rows else shares.products.get(dtype, PRODUCTS[device.kind])
-    compute = flops / (peak_flops(device, dtype) * share)
+    compute = flops / (peak_flops(device, dtype) * shares.of(dtype, few_rows=few_rows))
     memory = moved / (device.bandwidth * shares.bandwidth)
     calls = layers * shares.layer_seconds
     busy = max(compute, memory)

@@ -7,35 +7,34 @@ A ring all-reduce of n devices sends 2 (n - 1) / n of the bytes from each, a gat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 
 from fourfold.planner.bill import Footprint, Phase
-from fourfold.planner.holding import own_bytes, own_parameters, residency, trained_parameters
-from fourfold.planner.links import behind, below, buckets, road, to_a_service
+from fourfold.planner.holding import bytes_a_number, held_in, own_bytes, residency, trained_parameters
+from fourfold.planner.links import Busy, Cover, below, buckets, road, to_a_service
 from fourfold.planner.passes import Cut, Pass, passes
 from fourfold.planner.scene import WIDTHS, Scene
 from fourfold.planner.timing import decoding_steps
 from fourfold.planner.work import Flow
 
-# Seconds of work by phase and role, behind which transfers may hide.
-Busy = Mapping[tuple[Phase, str], float]
 FROZEN = ("reference", "reward")
 IDS, MASK, NUMBER = 8, 1, 4  # bytes: int64, bool, float32
 
 
 def flows(scene: Scene, footprint: Footprint, busy: Busy) -> tuple[Flow, ...]:
     """All streams of a step; `busy` is how long each role works in each phase."""
-    made = passes(scene)
+    made, cover = passes(scene), Cover(busy)
     return tuple(
         chain(
             messages(scene),
-            _residency(scene, busy),
-            _optimizer(scene, busy),
-            _activations(scene, footprint, busy),
-            _gradients(scene, busy),
-            _weights(scene, busy),
-            _within_passes(scene, made, busy),
+            _residency(scene, cover),
+            _optimizer(scene, cover),
+            _activations(scene, footprint, cover),
+            _gradients(scene, cover),
+            _weights(scene, cover),
+            _frozen_weights(scene, made, cover),
+            _within_passes(scene, made, cover),
         )
     )
 
@@ -59,7 +58,7 @@ def messages(scene: Scene) -> Iterator[Flow]:
         yield over.flow(back[0], role, "actor", "score", back[1] * NUMBER, messages=1)
 
 
-def _residency(scene: Scene, busy: Busy) -> Iterator[Flow]:
+def _residency(scene: Scene, cover: Cover) -> Iterator[Flow]:
     """Frozen roles that are parked come in once a session, streamed ones for every micro-batch."""
     ppo, sampling = scene.config.ppo, scene.config.sampling
     sessions = decoding_steps(scene)[0] if sampling.overlap_scoring else 1
@@ -71,10 +70,10 @@ def _residency(scene: Scene, busy: Busy) -> Iterator[Flow]:
             yield below(scene).flow(f"weights of the {role}, parked", "below", role, "score", sessions * size)
         elif where == "stream":
             moved = below(scene).flow(f"weights of the {role}, streamed", "below", role, "score", micro_batches * size)
-            yield from behind(moved, busy.get(("score", role), 0.0))
+            yield from cover.behind(moved, role)
 
 
-def _optimizer(scene: Scene, busy: Busy) -> Iterator[Flow]:
+def _optimizer(scene: Scene, cover: Cover) -> Iterator[Flow]:
     """Moments that are parked, or gradients down and new weights up where the states are offloaded."""
     config, layout = scene.config, scene.layout
     where = config.memory.optimizer_residency
@@ -87,17 +86,17 @@ def _optimizer(scene: Scene, busy: Busy) -> Iterator[Flow]:
             size = 2 * steps[role] * moments
             yield below(scene).flow(f"moments of the {role}, parked", "below", role, "learn", size)
         elif where == "offload":
-            yield from _offloaded(scene, role, numbers, moments, steps[role], busy)
+            yield from _offloaded(scene, role, numbers, moments, steps[role], cover)
 
 
-def _offloaded(scene: Scene, role: str, numbers: float, moments: float, steps: int, busy: Busy) -> Iterator[Flow]:
-    """Ren et al. 2021, "ZeRO-Offload", section 4: below a GPU weights and gradients only, below a CPU the states too."""
-    over, cover = below(scene), busy.get(("learn", role), 0.0)
+def _offloaded(scene: Scene, role: str, numbers: float, moments: float, steps: int, cover: Cover) -> Iterator[Flow]:
+    """Ren et al. 2021, "ZeRO-Offload", section 4: from a GPU gradients and weights only, from a CPU states too."""
+    over = below(scene)
     micro_batches = micro_batches_a_step(scene)
     wide = WIDTHS[scene.compute]
     if not scene.on_cpu:
         down = over.flow(f"gradients of the {role}", role, "host", "learn", steps * micro_batches * numbers * wide)
-        yield from behind(down, cover)
+        yield from cover.behind(down, role)
         yield over.flow(f"new weights of the {role}", "host", role, "learn", steps * numbers * wide)
         return
     # Every sum but the first is read before it is written; a step reads it, and reads and writes masters and moments.
@@ -108,7 +107,7 @@ def _offloaded(scene: Scene, role: str, numbers: float, moments: float, steps: i
     )
 
 
-def _activations(scene: Scene, footprint: Footprint, busy: Busy) -> Iterator[Flow]:
+def _activations(scene: Scene, footprint: Footprint, cover: Cover) -> Iterator[Flow]:
     """Activations that wait for the backward pass below the device: out, and back."""
     if not scene.config.memory.activation_offload:
         return
@@ -121,10 +120,10 @@ def _activations(scene: Scene, footprint: Footprint, busy: Busy) -> Iterator[Flo
         ]
         if held:
             moved = over.flow(f"activations of the {role}", role, "below", "learn", 2 * steps * times * sum(held))
-            yield from behind(moved, 0.0 if scene.on_cpu else busy.get(("learn", role), 0.0))
+            yield from cover.behind(moved, role, 0.0 if scene.on_cpu else 1.0)
 
 
-def _gradients(scene: Scene, busy: Busy) -> Iterator[Flow]:
+def _gradients(scene: Scene, cover: Cover) -> Iterator[Flow]:
     """Gradients of data-parallel devices, summed: once a step, by ZeRO-2 and 3 for every micro-batch.
 
     The last micro-batch's backward pass goes on while the first buckets are under way.
@@ -149,11 +148,10 @@ def _gradients(scene: Scene, busy: Busy) -> Iterator[Flow]:
             often * buckets(size),
             replicas,
         )
-        backward = busy.get(("learn", role), 0.0) * 2 / 3
-        yield from behind(moved, backward if layout.zero >= 2 else backward / times)
+        yield from cover.behind(moved, role, 2 / 3 / (1 if layout.zero >= 2 else times))
 
 
-def _weights(scene: Scene, busy: Busy) -> Iterator[Flow]:
+def _weights(scene: Scene, cover: Cover) -> Iterator[Flow]:
     """What ZeRO gathers: new weights after a step (1, 2), or each layer for every pass (3); whole for sampling (3)."""
     layout = scene.layout
     if not layout.zero or layout.data == 1:
@@ -176,20 +174,42 @@ def _weights(scene: Scene, busy: Busy) -> Iterator[Flow]:
         passed = steps[role] * micro_batches_a_step(scene) * 2  # forward and backward
         gathers = passed * scene.base.layers
         moved = over.flow(f"weights of the {role}, gathered", role, role, "learn", passed * size, gathers, layout.data)
-        yield from behind(moved, busy.get(("learn", role), 0.0))
+        yield from cover.behind(moved, role)
         if role != "critic":
             yield over.flow(
                 f"weights of the {role}, gathered for sampling", role, "sampler", "generate", size, 1, layout.data
             )
-    if layout.zero == 3 and layout.shard_frozen:
-        calls = math.ceil(scene.config.ppo.rollout_batch_size / layout.data / scene.config.ppo.micro_batch_size)
-        for role in FROZEN:
-            size = share * own_parameters(scene, role) * wide * calls
-            moved = over.flow(f"weights of the {role}, gathered", role, role, "score", size, calls, layout.data)
-            yield from behind(moved, busy.get(("score", role), 0.0))
 
 
-def _within_passes(scene: Scene, made: list[Pass], busy: Busy) -> Iterator[Flow]:
+def _frozen_weights(scene: Scene, made: list[Pass], cover: Cover) -> Iterator[Flow]:
+    """Frozen weights that ZeRO-3 shards too are gathered for every pass, and for every token that is sampled."""
+    layout = scene.layout
+    if not layout.shard_frozen or layout.data == 1:
+        return
+    over, adapted = road(scene.cluster, layout, "data"), scene.config.sharing.mode == "adapters"
+    share = (layout.data - 1) / layout.data / (layout.tensor * layout.pipeline)
+    sums: dict[tuple[Phase, str], tuple[float, float]] = {}
+    for one in made:
+        if not adapted and one.role in trained_parameters(scene):
+            continue
+        numbers = one.architecture.parameters_of(one.layers.start, one.layers.stop)
+        calls = _calls(scene, one) * (2 if one.direction == "backward" else 1)
+        size = calls * share * numbers * bytes_a_number(scene, held_in(scene, one.role))
+        before = sums.get((one.phase, one.role), (0.0, 0.0))
+        sums[one.phase, one.role] = before[0] + size, before[1] + calls * len(one.layers)
+    for (phase, role), (size, sent) in sums.items():
+        what = f"frozen weights below the {role}, gathered" if adapted else f"weights of the {role}, gathered"
+        yield from cover.behind(over.flow(what, role, role, phase, size, sent, layout.data), role)
+
+
+def _calls(scene: Scene, one: Pass) -> int:
+    """How often one device goes through the layers of a pass."""
+    if one.decodes:
+        return sum(decoding_steps(scene))
+    return math.ceil(one.batch.rows / scene.layout.data / scene.config.ppo.micro_batch_size)
+
+
+def _within_passes(scene: Scene, made: list[Pass], cover: Cover) -> Iterator[Flow]:
     """Activations between devices that share a pass: tensor, pipeline, context and expert parallelism."""
     sums: dict[tuple[str, Phase, str], tuple[float, float]] = {}
     for one in made:
@@ -207,7 +227,7 @@ def _within_passes(scene: Scene, made: list[Pass], busy: Busy) -> Iterator[Flow]
         hops = 1 if axis == "pipeline" else getattr(scene.layout, axis)
         moved = over.flow(what[axis].format(role), role, role, phase, size, sent, hops)
         # Keys and values travel while those that are there are attended to (Liu et al. 2023, "Ring Attention").
-        yield from behind(moved, busy.get((phase, role), 0.0)) if axis == "context" else [moved]
+        yield from cover.behind(moved, role) if axis == "context" else [moved]
 
 
 def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
@@ -216,9 +236,7 @@ def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
     wide = WIDTHS[scene.compute]
     tokens = one.batch.tokens / (layout.data * layout.context)
     layers = len(one.layers) / layout.pipeline
-    calls = math.ceil(one.batch.rows / layout.data / scene.config.ppo.micro_batch_size)
-    if one.decodes:
-        calls = sum(decoding_steps(scene))
+    calls = _calls(scene, one)
     hidden = tokens * shape.hidden * wide
     if layout.tensor > 1:  # after attention and after the MLP (Shoeybi et al. 2019, "Megatron-LM", figure 4)
         yield "tensor", 2 * layers * 2 * (layout.tensor - 1) / layout.tensor * hidden, 2 * layers * calls

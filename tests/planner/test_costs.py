@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_a_scoring_pass_by_hand() -> None:
 
 
 def test_decoding_reads_every_weight_for_every_token() -> None:
-    """Llama-2-7B with one row on the A100 of gpt-fast's table, whose calls take no time: 104.9 tokens/s are published."""
+    """One row of Llama-2-7B on an A100, calls compiled away: gpt-fast's README has 104.9 tokens/s."""
     one = scene(
         lengths=Lengths.longest(5, 200), ppo__rollout_batch_size=1, ppo__mini_batch_size=1, ppo__micro_batch_size=1
     )
@@ -77,7 +78,7 @@ def test_decoding_reads_every_weight_for_every_token() -> None:
 
 def test_experts_that_no_token_of_a_step_reaches_are_not_read() -> None:
     """One row: two of eight experts; 32 rows reach all."""
-    few = {"ppo__rollout_batch_size": 1, "ppo__mini_batch_size": 1, "ppo__micro_batch_size": 1}
+    few: dict[str, Any] = {"ppo__rollout_batch_size": 1, "ppo__mini_batch_size": 1, "ppo__micro_batch_size": 1}
     one, all_ = (work_of(of(scene(MIXTRAL_8X7B, **each)), "generate", "actor").bytes_read for each in (few, {}))
     assert one < 0.32 * all_
 
@@ -104,7 +105,7 @@ def test_adapters_leave_out_the_products_for_weights_gradients() -> None:
 
 def test_an_optimizer_step_moves_gradients_weights_and_moments() -> None:
     """AdamW on 4-byte numbers: 28 bytes a parameter, 12 more to clip; moments of one byte are 12 fewer."""
-    settings = {"ppo__max_grad_norm": 0.0, "ppo__num_epochs": 1}
+    settings: dict[str, Any] = {"ppo__max_grad_norm": 0.0, "ppo__num_epochs": 1}
     base = work_of(of(scene(**settings)), "learn", "actor")
     clipped = work_of(of(scene(ppo__num_epochs=1)), "learn", "actor")
     narrow = work_of(of(scene(ppo__optimizer="adamw_8bit", **settings)), "learn", "actor")
@@ -119,7 +120,7 @@ def test_utilisation_is_flops_over_what_the_device_could_have_done() -> None:
     assert 0.2 < found.utilisation < 0.5
 
 
-OVERLAP = {"sampling__batch_size": 8, "sampling__overlap_scoring": True}
+OVERLAP: dict[str, Any] = {"sampling__batch_size": 8, "sampling__overlap_scoring": True}
 
 
 def test_scoring_after_sampling_is_a_bubble_and_overlap_hides_most_of_it() -> None:
@@ -137,7 +138,7 @@ def test_on_a_cpu_scoring_and_sampling_share_the_cores() -> None:
 
 
 def test_a_role_on_the_host_is_slow_and_hidden_only_as_long_as_sampling_lasts() -> None:
-    settings = {"reference__residency": "cpu", "system__device": "cuda"}
+    settings: dict[str, Any] = {"reference__residency": "cpu", "system__device": "cuda"}
     plain = of(scene(**settings))
     reference = work_of(plain, "score", "reference")
     share = SHARES["cpu"].products["float32"]
@@ -149,7 +150,7 @@ def test_a_role_on_the_host_is_slow_and_hidden_only_as_long_as_sampling_lasts() 
 
 
 def test_a_service_works_beside_the_critic() -> None:
-    url = {"service__url": "http://127.0.0.1:1"}
+    url: dict[str, Any] = {"service__url": "http://127.0.0.1:1"}
     both = of(scene(reference__residency="service", reward__residency="service", **url))
     service = sum(work_of(both, "score", role).seconds for role in ("reference", "reward"))
     messages = sum(flow.seconds for flow in both.flows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fourfold.planner.hierarchy import check_layout, choose_layouts
@@ -74,5 +76,5 @@ def test_long_rows_are_split_over_devices() -> None:
 
 
 def test_more_devices_than_there_are_rows_are_not_offered() -> None:
-    few = {"ppo__rollout_batch_size": 4, "ppo__mini_batch_size": 4, "ppo__micro_batch_size": 4}
+    few: dict[str, Any] = {"ppo__rollout_batch_size": 4, "ppo__mini_batch_size": 4, "ppo__micro_batch_size": 4}
     assert max(each.data for each in choose_layouts(scene(LLAMA_2_7B, cluster(8), **few))) == 4

@@ -24,7 +24,9 @@ def a_bill() -> Footprint:
     """7B trained in full with float32 masters, a frozen reference, and what passes hold."""
     learns, samples = frozenset({LEARN}), frozenset({GENERATE})
     items = (
-        Item("actor", "weights", 4 * SEVEN, ALWAYS),
+        Item("actor", "masters", 4 * SEVEN, ALWAYS),
+        Item("actor", "weights", 2 * SEVEN, ALWAYS, why="the sampler's copy"),
+        Item("actor", "buffers", 2 * SEVEN + 1_000, learns, why="what autocast keeps"),
         Item("actor", "gradients", 4 * SEVEN, learns),
         Item("actor", "optimizer", 8 * SEVEN, ALWAYS),
         Item("reference", "weights", 2 * SEVEN, ALWAYS),
@@ -54,27 +56,38 @@ def test_one_device_holds_all_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "sharded_kinds"),
-    [(0, ""), (1, "optimizer"), (2, "optimizer gradients"), (3, "optimizer gradients weights")],
+    ("zero", "sharded_kinds"), [(0, ""), (1, "optimizer masters"), (2, "optimizer masters gradients")]
 )
 def test_zero_shards_what_its_stage_names(zero: Any, sharded_kinds: str) -> None:
-    """Rajbhandari et al. 2020, figure 1, with 4 + 4 + 8 bytes a parameter; the frozen reference stays whole."""
+    """Rajbhandari et al. 2020, figure 1, with 2 + 4 + 4 + 8 bytes a parameter; the frozen reference stays whole."""
     bill, _ = spread(Layout(data=8, zero=zero))
-    for kind, width in (("weights", 4), ("gradients", 4), ("optimizer", 8)):
+    for kind, width in (("masters", 4), ("gradients", 4), ("optimizer", 8)):
         whole = width * SEVEN
         assert held(bill, kind) == (pytest.approx(whole / 8, abs=1) if kind in sharded_kinds else whole)  # type: ignore[arg-type]
+    assert held(bill, "weights") == 2 * SEVEN  # the sampler's copy, or the narrow weights
+    assert held(bill, "buffers") == (1_000 if zero else 2 * SEVEN + 1_000)
     assert held(bill, "weights", "reference") == 2 * SEVEN
+
+
+def test_zero_3_shards_all_that_is_trained() -> None:
+    """2 + 4 + 8 eighths of the trained, two gathered layers of 2 bytes a number, and what a pass needs besides."""
+    bill, _ = spread(Layout(data=8, zero=3))
+    assert held(bill, "masters") + held(bill, "gradients") + held(bill, "optimizer") == pytest.approx(2 * SEVEN, abs=3)
+    assert held(bill, "weights") == 0
+    assert held(bill, "buffers") == 1_000 + 2 * 2 * LLAMA_2_7B.layer_parameters
+    assert held(bill, "buffers", moment=GENERATE) == 2 * SEVEN
+    assert held(bill, "weights", "reference") == 2 * SEVEN
+
+
+def test_in_float32_masters_are_the_weights() -> None:
+    """Nothing is narrowed: no copy of the sampler, and under ZeRO-3 the weights come together in float32."""
+    bill, _ = spread(Layout(data=8, zero=3), precision__compute="float32")
+    assert held(bill, "buffers", moment=GENERATE) == 4 * SEVEN
 
 
 def test_frozen_roles_are_sharded_by_choice() -> None:
     bill, _ = spread(Layout(data=8, zero=3, shard_frozen=True))
     assert held(bill, "weights", "reference") == pytest.approx(SEVEN / 4, abs=1)
-
-
-def test_zero_3_gathers_two_layers_and_the_actor_for_sampling() -> None:
-    bill, _ = spread(Layout(data=8, zero=3))
-    assert held(bill, "buffers") == 2 * 2 * LLAMA_2_7B.layer_parameters
-    assert held(bill, "buffers", moment=GENERATE) == 2 * SEVEN * 7 // 8
 
 
 def test_data_parallelism_divides_rows_that_are_passed_at_once() -> None:
@@ -93,7 +106,7 @@ def test_tensor_parallelism_leaves_embedding_and_norms_whole() -> None:
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096  # with the untied head
     whole = SEVEN - matrices
     assert whole == 32000 * 4096 + 65 * 4096
-    assert held(bill, "weights") == pytest.approx(4 * (matrices / 8 + whole), rel=1e-9)
+    assert held(bill, "masters") == pytest.approx(4 * (matrices / 8 + whole), rel=1e-9)
     assert held(bill, "optimizer") == pytest.approx(8 * (matrices / 8 + whole), rel=1e-9)
     # Korthikanti et al. 2022, equation 2: s b h (10 + 24 / t) of 34.
     assert held(bill, "activations", "run") == 34_000 / 34 * (10 + 24 / 8)
@@ -117,7 +130,7 @@ def test_context_parallelism_divides_tokens_only() -> None:
     bill, _ = spread(Layout(context=4))
     assert held(bill, "activations", "run") == 34_000 / 4
     assert held(bill, "KV cache", moment=GENERATE) == 3_200 / 4
-    assert held(bill, "weights") == 4 * SEVEN
+    assert held(bill, "masters") == 4 * SEVEN
 
 
 @pytest.mark.parametrize(("micro", "in_flight"), [(32, 1), (16, 2), (4, 4)])
@@ -125,7 +138,7 @@ def test_a_pipelines_first_stage_has_as_many_micro_batches_in_flight_as_stages(m
     bill, _ = spread(Layout(pipeline=4), ppo__micro_batch_size=micro)
     assert held(bill, "activations", "run") == 34_000 / 4 * in_flight
     layers = 32 * LLAMA_2_7B.layer_parameters / 4
-    assert held(bill, "weights") == pytest.approx(4 * (layers + 32000 * 4096), rel=1e-4)
+    assert held(bill, "masters") == pytest.approx(4 * (layers + 32000 * 4096), rel=1e-4)
     assert held(bill, "logits") == 0
 
 
@@ -161,10 +174,10 @@ def test_a_trunk_and_its_branches_are_divided_each_by_its_own_layers() -> None:
     """Branches of 4 layers have no embedding: all but their norms is divided."""
     branch = 4 * LLAMA_2_7B.layer_parameters + 4096
     bill = Footprint(
-        (Item("actor", "weights", 4 * branch, ALWAYS), Item("trunk", "weights", 2 * (SEVEN - branch), ALWAYS))
+        (Item("actor", "masters", 4 * branch, ALWAYS), Item("trunk", "weights", 2 * (SEVEN - branch), ALWAYS))
     )
     found = sharded(bill, scene(where=cluster(8), layout=Layout(tensor=8), sharing__mode="trunk"))
-    assert held(found, "weights") == pytest.approx(4 * branch / 8, rel=1e-3)
+    assert held(found, "masters") == pytest.approx(4 * branch / 8, rel=1e-3)
     embedding = 2 * 32000 * 4096
     assert held(found, "weights", "trunk") == pytest.approx(2 * (SEVEN - branch) / 8 + embedding * 7 / 8, rel=1e-3)
 
@@ -178,7 +191,7 @@ def test_states_of_a_frozen_trunk_are_not_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "kind", "experts", "rest"), [(0, "weights", 4, 1), (1, "optimizer", 8, 8), (1, "weights", 4, 1)]
+    ("zero", "kind", "experts", "rest"), [(0, "masters", 4, 1), (1, "optimizer", 8, 8), (1, "gradients", 4, 1)]
 )
 def test_experts_are_divided_and_nothing_else_is(zero: Any, kind: Kind, experts: int, rest: int) -> None:
     """Over 4 of 8 devices: two have each expert, and ZeRO shards its states between them: an eighth, as of the rest."""

@@ -11,7 +11,6 @@ import pytest
 import transformers
 
 from fourfold.algorithms import log_probs
-from fourfold.config.loading import parse_config
 from fourfold.planner import passes as module
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.passes import passes
@@ -81,7 +80,7 @@ def test_chunks_of_logits_are_those_of_the_loss() -> None:
 
 def test_the_language_heads_second_pass_leaves_the_last_chunk_out() -> None:
     """Two micro-batches of 8 rows of 300 response tokens: 2,400 each, of which two chunks of 1,024 are made again."""
-    sizes = {"ppo__rollout_batch_size": 16, "ppo__mini_batch_size": 16, "ppo__micro_batch_size": 8}
+    sizes: dict[str, Any] = {"ppo__rollout_batch_size": 16, "ppo__mini_batch_size": 16, "ppo__micro_batch_size": 8}
     once = scene(lengths=Lengths.longest(100, 300), ppo__num_epochs=1, **sizes)
     backward = next(p for p in passes(once) if p.role == "actor" and p.direction == "backward")
     head = 2 * LLAMA_2_7B.hidden * LLAMA_2_7B.vocabulary

@@ -87,7 +87,7 @@ def test_adapters_of_rank_16(model: Architecture, targets: tuple[str, ...], coun
 
 
 def test_fourteen_million_is_a_fifth_of_a_percent_of_seven_billion() -> None:
-    assert 14e6 / SEVEN == pytest.approx(0.002)
+    assert pytest.approx(0.002) == 14e6 / SEVEN
     assert adapter_parameters(MISTRAL_7B, 16, QKVO) / MISTRAL_7B.parameters() == pytest.approx(0.0019, abs=0.0001)
 
 
@@ -153,7 +153,7 @@ def test_activations_grow_with_the_square_of_the_length_only_where_attention_kee
 
 
 def test_zero_offload_trains_13b_on_a_v100_of_32_gb() -> None:
-    """Ren et al. 2021, "ZeRO-Offload", abstract: 13 billion parameters on one V100; 20 billion have 40 GB of weights."""
+    """Ren et al. 2021, "ZeRO-Offload", abstract: 13 billion parameters on one V100; of 20 the weights are 40 GB."""
     assert zero_offload_bytes(13 * 10**9) == 26 * GB < 32 * GB
     assert zero_offload_bytes(20 * 10**9) > 32 * GIB
     assert training_bytes(13 * 10**9, "mixed precision") > 6 * 32 * GB
@@ -169,7 +169,7 @@ def test_zero_offload_trains_13b_on_a_v100_of_32_gb() -> None:
     ],
 )
 def test_the_largest_models_of_deepspeed_chat(card: str, gib: int, largest: str, next_size: str) -> None:
-    """Table 3 of its announcement (microsoft/DeepSpeed, blogs/deepspeed-chat): actor and reference OPT, the rest 350M."""
+    """Table 3 of its announcement (microsoft/DeepSpeed, blogs/deepspeed-chat), OPT with a reward model of 350M."""
     assert deepspeed_chat_bytes(OPT[largest], OPT["350M"]) < gib * GB
     assert deepspeed_chat_bytes(OPT[next_size], OPT["350M"]) > gib * GIB
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from fourfold.planner.bill import Footprint, Item, Moment
 from fourfold.planner.costs import costs
 from fourfold.planner.layout import Layout
-from fourfold.planner.links import LATENCY, REACHED, behind, road
+from fourfold.planner.links import LATENCY, REACHED, Cover, behind, road
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.work import Flow
 from planner.scenes import CPU, LLAMA_2_7B, MIXTRAL_8X7B, cluster, scene
@@ -18,7 +19,7 @@ EMPTY = Footprint(())
 SEVEN = LLAMA_2_7B.parameters()
 CRITIC = SEVEN - 32000 * 4096 + 4097
 TOKENS = 32 * 511  # of a pass that does not see the last token
-ONE_NODE = {"where": cluster(8), "ppo__num_epochs": 1}
+ONE_NODE: dict[str, Any] = {"where": cluster(8), "ppo__num_epochs": 1}
 
 
 def streams(one: Scene, what: str, footprint: Footprint = EMPTY) -> list[Flow]:
@@ -71,7 +72,15 @@ def test_zero_2_scatters_gradients_of_every_micro_batch() -> None:
 def test_frozen_roles_are_gathered_only_where_they_are_sharded() -> None:
     whole, apart = (scene(layout=Layout(data=8, zero=3, shard_frozen=each), **ONE_NODE) for each in (False, True))
     assert not [f for f in costs(whole, EMPTY).flows if "reference" in f.what]
-    assert total(streams(apart, "weights of the reference")) == pytest.approx(7 / 8 * 2 * SEVEN)
+    layers = 32 * LLAMA_2_7B.layer_parameters
+    assert total(streams(apart, "weights of the reference")) == pytest.approx(7 / 8 * 2 * layers)
+
+
+def test_a_sharded_base_of_adapters_is_gathered_for_every_token_that_is_sampled() -> None:
+    one = scene(layout=Layout(data=8, zero=3, shard_frozen=True), sharing__mode="adapters", **ONE_NODE)
+    found = [f for f in streams(one, "frozen weights below the actor") if f.phase == "generate"]
+    passes = 256 + 1 + 1  # tokens, prompts, log-probs
+    assert total(found) == pytest.approx(passes * 7 / 8 * 2 * 32 * LLAMA_2_7B.layer_parameters)
 
 
 def test_tensor_parallelism_reduces_twice_in_every_layer_of_every_pass() -> None:
@@ -108,7 +117,7 @@ def test_keys_and_values_go_around_the_context_ring() -> None:
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    """Two experts a token, 7 of 8 of them elsewhere, both ways, in each of 32 layers; the backward pass the same again."""
+    """Two experts a token, 7 of 8 elsewhere, both ways, in each of 32 layers; the backward pass the same again."""
     one = scene(MIXTRAL_8X7B, layout=Layout(data=8, expert=8), **ONE_NODE)
     score, learn = (
         [f for f in streams(one, "tokens of the critic") if f.phase == phase] for phase in ("score", "learn")
@@ -119,7 +128,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_a_parked_role_comes_in_once_and_a_streamed_one_for_every_micro_batch() -> None:
-    few = {"ppo__micro_batch_size": 8}
+    few: dict[str, Any] = {"ppo__micro_batch_size": 8}
     assert total(streams(scene(reference__residency="park", **few), "weights of the reference, parked")) == 2 * SEVEN
     streamed = streams(scene(reference__residency="stream", **few), "weights of the reference, streamed")
     assert total(streamed) == pytest.approx(4 * 2 * SEVEN)
@@ -144,7 +153,7 @@ def test_parked_moments_cross_twice_a_step() -> None:
 
 
 def test_zero_offload_takes_gradients_down_and_weights_up() -> None:
-    """Ren et al. 2021, section 4.1: 2 bytes a parameter each way; gradients for every micro-batch, behind the passes."""
+    """Ren et al. 2021, section 4.1: 2 bytes a parameter each way; gradients for every micro-batch, hidden."""
     one = scene(memory__optimizer_residency="offload", ppo__num_epochs=1, ppo__micro_batch_size=8)
     down, up = streams(one, "gradients of the actor"), streams(one, "new weights of the actor")
     assert total(down) == 4 * 2 * SEVEN and total(up) == 2 * SEVEN
@@ -202,3 +211,13 @@ def test_what_does_not_fit_behind_work_is_waited_for() -> None:
     assert (rest.seconds, rest.bytes, rest.hidden) == (6.0, 60.0, False)
     assert [f.hidden for f in behind(flow, 11.0)] == [True]
     assert behind(flow, 0.0) == [flow]
+
+
+def test_two_transfers_on_one_link_share_the_work_that_hides_them() -> None:
+    flow = Flow("x", "a", "b", "learn", 100.0, "pcie", 10.0)
+    cover = Cover({("learn", "actor"): 12.0})
+    assert [f.seconds for f in cover.behind(flow, "actor", share=0.5)] == [6.0, 4.0]
+    assert [f.hidden for f in cover.behind(replace(flow, seconds=6.0), "actor")] == [True]
+    assert cover.behind(flow, "actor") == [flow]
+    assert cover.behind(replace(flow, link="inside the node"), "actor")[0].hidden
+    assert cover.behind(flow, "critic") == [flow]
