@@ -18,6 +18,8 @@ from fourfold.planner.plan import LeverStep, Plan
 from fourfold.planner.units import seconds, size
 
 LABEL, FIGURES = 16, 25
+# A budget that is more than this many times the peak is left out of the picture, in which nothing else would be seen.
+FAR = 3
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Marks:
 
 def memory_bars(plan: Plan, marks: Marks) -> Iterator[Text]:
     """A line for each moment: bytes by kind against the budget, which is a vertical line."""
-    bill = plan.footprint
-    scale = max(plan.peak[1], plan.budget) / marks.bar
+    bill, peak = plan.footprint, plan.peak[1]
+    scale = _cell(peak, plan.budget, marks)
     for moment in bill.moments:
         held = bill.held(moment)
         line = Text(f"{moment!s:<{LABEL}}")
@@ -84,7 +86,13 @@ def memory_bars(plan: Plan, marks: Marks) -> Iterator[Text]:
     used = {item.kind for item in bill.items if item.bytes and item.tier == "device"}
     shown = [group for group in GROUPS if used & set(group.kinds)]
     entries = [(marks.of(group), group.name, group.style) for group in shown]
-    yield from _legend([*entries, (marks.line, f"budget {size(plan.budget)}", "bold")], marks)
+    far = f" ({plan.budget / peak:,.0f} times the peak: not drawn)" if plan.budget > FAR * peak else ""
+    yield from _legend([*entries, (marks.line, f"budget {size(plan.budget)}{far}", "bold")], marks)
+
+
+def _cell(peak: int, budget: int, marks: Marks) -> float:
+    """Bytes that a cell of a bar stands for."""
+    return max(peak, budget if budget <= FAR * peak else 0) / marks.bar
 
 
 def _legend(entries: Sequence[tuple[str, str, str]], marks: Marks) -> Iterator[Text]:
@@ -111,7 +119,8 @@ def _bar(segments: Sequence[tuple[str, str, int]], scale: float, budget: int, ma
         total += count
         cells += [(glyph, style)] * (round(total / scale) - len(cells))
     cells += [(" ", "")] * (marks.bar - len(cells))
-    cells[min(round(budget / scale), marks.bar - 1)] = (marks.line, "bold")
+    if budget <= (marks.bar + 1) * scale:
+        cells[min(round(budget / scale), marks.bar - 1)] = (marks.line, "bold")
     text = Text()
     for glyph, style in cells:
         text.append(glyph, style)
@@ -120,7 +129,7 @@ def _bar(segments: Sequence[tuple[str, str, int]], scale: float, budget: int, ma
 
 def waterfall(plan: Plan, marks: Marks) -> Iterator[RenderableType]:
     """A bar for each lever in the order in which it was taken: peak and time with it, settings, and why."""
-    scale = max(max(step.peak_bytes for step in plan.steps), plan.budget) / marks.bar
+    scale = _cell(max(step.peak_bytes for step in plan.steps), plan.budget, marks)
     block, gone = ("#", ".") if marks.ascii_only else ("█", "░")
     before = plan.steps[0].peak_bytes
     for number, step in enumerate(plan.steps):

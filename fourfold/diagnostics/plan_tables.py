@@ -65,6 +65,8 @@ def _lines(console: Console, lines: Iterable[str], style: str = "") -> None:
     """Texts, each below a dash; what is wrapped stands below their beginning."""
     for line in lines:
         text = Table.grid(padding=(0, 1))
+        text.add_column()
+        text.add_column(overflow="fold")
         text.add_row("  -", Text(line, style))
         console.print(text)
 

@@ -119,7 +119,7 @@ def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
 def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     """Carry out `config.stages` in the run's folder; returns (and writes) the summary."""
     folder = RunFolder(Path(config.output).expanduser())
-    chosen = choose_levers(config, folder)
+    chosen = choose_levers(config, folder, say)
     config = prepare(chosen.config)
     _check_what_stages_start_from(config, folder)
     todo = [stage for stage in config.stages if folder.finished(stage) is None]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.config import RunConfig, check_paths
 from fourfold.config.loading import Contradiction, with_settings
 from fourfold.config.paths import missing_packages
+from fourfold.diagnostics.machine import ensure_measured
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.loading import device_of
 from fourfold.planner.bill import PHASES
 from fourfold.planner.footprint import footprint
-from fourfold.planner.hardware import find_hardware
 from fourfold.planner.hardware.machine import GIB, Cluster, Device, Node
 from fourfold.planner.levers import LEVERS, Change
 from fourfold.planner.plan import Plan
@@ -45,10 +45,11 @@ class Chosen:
             folder.write_json(PLAN, self.record)
 
 
-def choose_levers(config: RunConfig, folder: RunFolder) -> Chosen:
+def choose_levers(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> Chosen:
     """The levers that `memory.levers` asks for: chosen now, or as they were chosen when the run began.
 
-    A ValueError says what is missing, and what would help, where nothing fits.
+    A machine that nobody has measured is measured first, which takes seconds. A ValueError says what is missing, and
+    what would help, where nothing fits.
     """
     if config.memory.levers == "given" or "ppo" not in config.stages:
         return Chosen(config)
@@ -59,14 +60,19 @@ def choose_levers(config: RunConfig, folder: RunFolder) -> Chosen:
     if (folder.root / CONFIG).is_file():
         return Chosen(config)  # begun without a plan: what differs is refused with the other settings
     check_paths(config)
-    plan = _plan(config)
+    plan = _plan(config, say)
     settings = {key: value for step in plan.steps for key, value in step.settings.items()}
     record = {"budget_bytes": plan.budget, "levers": [asdict(step) for step in plan.steps]}
     return Chosen(with_settings(config, settings), tuple(_said(plan)), record)
 
 
-def _plan(config: RunConfig) -> Plan:
-    cluster = find_hardware("detect")
+def _plan(config: RunConfig, say: Callable[[str], None]) -> Plan:
+    cluster = ensure_measured(say)
+    if (cluster.device.kind == "cpu") != (device_of(config).type == "cpu"):
+        raise ValueError(
+            f"memory.levers: given {config.memory.levers!r} beside system.device = {config.system.device!r}, but plans are "
+            f'for the measured {cluster.device.name}; set system.device = "auto", or memory.levers = "given"'
+        )
     resolved = _resolved(config)
     scene = Scene(resolved, architectures_of(config)[0], cluster, lengths_of(config))
     budget = round(config.memory.budget_gib * GIB) or cluster.device.memory

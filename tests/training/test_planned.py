@@ -1,4 +1,4 @@
-"""A run that lets the planner choose: it fits what it was planned for, is recorded, and goes on with the same levers."""
+"""A run that lets the planner choose: it fits what it was planned for, says so, and goes on with the same levers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     config = make_config(tree(tmp_path))
     scene = Scene(config, architectures_of(config)[0], machine(2**40), lengths_of(config))
     memory = estimate(scene)[0].peak()[1] - 1000
-    monkeypatch.setattr(planned, "find_hardware", lambda text: machine(memory))
+    monkeypatch.setattr(planned, "ensure_measured", lambda say: machine(memory))
     return memory
 
 
@@ -71,7 +71,7 @@ def test_a_run_chooses_levers_that_fit_and_goes_on_with_them(
         assert getattr(getattr(saved, section), name) == value
         assert any(f"{key} = {value!r}" in line for line in said)
 
-    monkeypatch.setattr(planned, "find_hardware", lambda text: pytest.fail("a run that goes on is not planned anew"))
+    monkeypatch.setattr(planned, "ensure_measured", lambda say: pytest.fail("a run that goes on is not planned anew"))
     said.clear()
     summary = run_stages(config, said.append)
     assert any(line.startswith("levers: as chosen when this run began: ") for line in said)
@@ -88,7 +88,7 @@ def test_a_run_chooses_levers_that_fit_and_goes_on_with_them(
 def test_a_run_in_which_nothing_fits_is_refused_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "find_hardware", lambda text: machine(2**20))
+    monkeypatch.setattr(planned, "ensure_measured", lambda say: machine(2**20))
     config = make_config(tree(tmp_path))
     with pytest.raises(
         ValueError, match=r"memory\.levers = 'exact': does not fit: in .* more than the budget of 1\.0 MiB"
@@ -100,7 +100,7 @@ def test_a_run_in_which_nothing_fits_is_refused_before_it_begins(
 def test_exact_levers_are_exact(tmp_path: Path, tight: int) -> None:
     from fourfold.planner.levers import lever
 
-    chosen = planned.choose_levers(make_config(tree(tmp_path)), planned.RunFolder(tmp_path / "new"))
+    chosen = planned.choose_levers(make_config(tree(tmp_path)), planned.RunFolder(tmp_path / "new"), print)
     assert chosen.record is not None
     names = [step["lever"] for step in chosen.record["levers"][1:]]
     assert names and all(not lever(name).rounds and lever(name).change != "other parameters" for name in names)
