@@ -123,15 +123,6 @@ LEVERS: tuple[Lever, ...] = (
         excludes=("trunk", "trained trunk", "adapters", "int8 reference", "int8 reward"),
     ),
     Lever(
-        name="checkpointing",
-        where="fourfold.memory.activations",
-        settings={"memory.checkpointing": "layers"},
-        saves="of every layer's activations all but its input",
-        costs="the layers' forward pass once more",
-        change="exact",
-        excludes=("checkpointing attention",),
-    ),
-    Lever(
         name="checkpointing attention",
         where="fourfold.memory.activations",
         settings={"memory.checkpointing": "attention"},
@@ -139,6 +130,15 @@ LEVERS: tuple[Lever, ...] = (
         costs="attention's forward pass once more",
         change="exact",
         excludes=("checkpointing",),
+    ),
+    Lever(
+        name="checkpointing",
+        where="fourfold.memory.activations",
+        settings={"memory.checkpointing": "layers"},
+        saves="of every layer's activations all but its input",
+        costs="the layers' forward pass once more",
+        change="exact",
+        excludes=("checkpointing attention",),
     ),
     Lever(
         name="activation offload",
