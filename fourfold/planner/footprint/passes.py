@@ -163,10 +163,7 @@ class Lesson:
 
     def tape(self) -> Tape:
         """To learn on."""
-        t = Tape(grad=True, present=self.present)
-        if not self.keep:
-            t.collect = lambda weight, gradient: None
-        return t
+        return Tape(grad=True, present=self.present, keep=self.keep)
 
 
 @remembered
@@ -225,13 +222,12 @@ def joint(actor: Role, critic: Role, trunk: Form, texts: Texts, lesson: Lesson) 
             t.meter.stage(f"{name} backward")
             t.backward(root, t.storage(4 * texts.answers))
         del value_features, loss
-        bottom, given = shared.node, [door.gradient for door in doors]
-        assert bottom is not None and None not in given
+        bottom, given = shared.node, [door.taken.pop() for door in doors]
+        assert bottom is not None
         for name, gradient in zip(("actor", "critic"), given, strict=True):
             t.meter.stage(f"trunk backward for the {name}")
             t.retain = name == "actor"
-            if gradient is not None:
-                t.backward(bottom, gradient)
+            t.backward(bottom, gradient)
         return _stages(t)
 
     return _for_all_layers(run, actor.form, trunk)

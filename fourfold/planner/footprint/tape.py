@@ -101,15 +101,15 @@ class Tape:
     """Operations on values; with `grad` they keep what their backward pass needs.
 
     `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now on
-    below the device. `gradients` holds those of weights; those in `present` have one from an earlier micro-batch.
+    below the device, `retain` lets a backward pass leave what was saved for another one. Gradients of weights stay in
+    `gradients` where they are to be kept, unless those of an earlier micro-batch are `present`, to which they are added.
     """
 
-    def __init__(self, *, grad: bool, present: bool = False) -> None:
+    def __init__(self, *, grad: bool, present: bool = False, keep: bool = True) -> None:
         self.meter, self.below = Meter(), Meter()
-        self.grad, self.present = grad, present
+        self.grad, self.present, self.keep = grad, present, keep
         self.autocast, self.offload, self.retain = 0, False, False
         self.gradients: list[Storage] = []
-        self.collect: Callable[[Weight, Storage], None] = self._keep
         self._cast: dict[Weight, Value] = {}  # autocast's cache
         self._count = 0
 
@@ -153,7 +153,9 @@ class Tape:
         edges = tuple(each.node if isinstance(each, Value) else _trained(each) for each in inputs)
         return self.always(edges, saved, backward) if self.grad and any(edges) else None
 
-    def always(self, edges: tuple[Node | Weight | None, ...], saved: Sequence[Storage], backward: Backward) -> Node:
+    def always(
+        self, edges: tuple[Node | Weight | None, ...], saved: Sequence[Storage], backward: Backward
+    ) -> Node:
         """An operation for the backward pass, whether or not a gradient flows on from it."""
         self._count += 1
         return Node(self._count, edges, self.kept(saved), backward)
@@ -212,7 +214,7 @@ class Tape:
                 if uses[target]:
                     continue
                 if isinstance(target, Weight):
-                    self.collect(target, held.pop(target))
+                    self._collect(held.pop(target))
                 else:
                     heapq.heappush(waiting, (-target.order, target))
 
@@ -224,9 +226,9 @@ class Tape:
         elif sum(before is other for other in held.values()) > 1:
             held[target] = self.storage(before.size)
 
-    def _keep(self, weight: Weight, gradient: Storage) -> None:
-        """The gradient of a weight stays, or is added to the one that is there."""
-        if not self.present:
+    def _collect(self, gradient: Storage) -> None:
+        """The gradient of a weight stays, or is added to the one that is there, or goes at once."""
+        if self.keep and not self.present:
             gradient.become("gradients")
             self.gradients.append(gradient)
 
