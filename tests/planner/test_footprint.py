@@ -11,7 +11,8 @@ from fourfold.planner.bill import Footprint, Moment
 from fourfold.planner.footprint import footprint
 from fourfold.planner.footprint.passes import Below, Lesson, Texts, learned, sampled
 from fourfold.planner.footprint.roles import cast_of
-from planner.scenes import GPU, architecture, scene
+from fourfold.planner.hardware.machine import Device
+from planner.scenes import CPU, GPU, architecture, scene
 
 CRITIC, ACTOR, SAMPLING = Moment("learn", "critic"), Moment("learn", "actor"), Moment("generate", "actor")
 # Of scenes.architecture(): projections 16 x 8 x (2 + 2 + 1 + 1), a gated MLP 3 x 16 x 24, two norms.
@@ -84,11 +85,10 @@ def test_gradients_of_one_role_at_a_time_and_of_both_in_float16() -> None:
     assert of(both, "actor", "gradients", ACTOR) == 4 * (POLICY + SCORER)
 
 
-@pytest.mark.parametrize(("device", "tier"), [(None, "disk"), (GPU, "host")])
-def test_what_is_parked_lies_below_the_device(device: object, tier: str) -> None:
-    given = {"device": GPU} if device else {}
+@pytest.mark.parametrize(("device", "tier"), [(CPU, "disk"), (GPU, "host")])
+def test_what_is_parked_lies_below_the_device(device: Device, tier: str) -> None:
     settings = ('reference.residency="park"', 'memory.optimizer_residency="park"')
-    kept, parked = footprint(scene(**given)), footprint(scene(*settings, **given))
+    kept, parked = footprint(scene(device=device)), footprint(scene(*settings, device=device))
     whole = of(kept, "reference", "weights", CRITIC)
     assert of(parked, "reference", "weights", CRITIC) == 0
     assert of(parked, "reference", "weights", Moment("score", "reference")) == whole
@@ -131,7 +131,7 @@ TOKENS = 8 * (6 + 10 - 1)
 
 
 def test_what_a_llama_layer_keeps_in_float32() -> None:
-    """Of each norm its input, the normed and the weighted numbers; queries, keys, values, their sums; four of the MLP."""
+    """Of each norm its input, normed and weighted numbers; queries, keys, values and their sums; four of the MLP."""
     norms = 2 * (3 * 16 + 1)
     attention = 16 + 8 + 8 + 16 + 2  # logsumexp: one number a head
     assert layer_slope() == 4 * TOKENS * (norms + attention + 4 * 24)

@@ -108,7 +108,7 @@ def sampler_copy(scene: Scene, cast: Cast) -> Iterator[Item]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Who is trained: parameters, numbers of them in matrices, and the matrices' sizes with how many there are of each."""
+    """Who is trained: parameters, those of them in matrices, and sizes of matrices with how many there are of each."""
 
     name: str
     numbers: int

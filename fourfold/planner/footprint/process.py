@@ -60,5 +60,5 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
     if config.reference.residency == "service":
         reference = 0
     reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
-    widened = 6 * cast.actor.largest() if not half and not reward == 0 else 0
+    widened = 6 * cast.actor.largest() if not half and reward else 0
     return shared + own + reference + scorer + reward + widened, "actor, critic, reference and reward in float32"
