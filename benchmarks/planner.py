@@ -1,8 +1,9 @@
 """What `fourfold.planner.footprint` predicts beside what runs take: peak bytes of phases and roles, config by config.
 
 `python -m benchmarks.planner` runs each case for two PPO steps in a process of its own, on models of random weights;
---case TEXT runs those with that text in their names, --dry prints the result. Tensors are counted one by one (memory.count_tensors), which says exactly what
-the formulas are about; resident memory, which also holds what the allocator keeps, is compared more loosely.
+--case TEXT runs those with that text in their names, --dry prints the result. Tensors are counted one by one
+(memory.count_tensors), which is exactly what the formulas are about; resident memory, which also holds what the
+allocator keeps, is compared more loosely.
 """
 
 from __future__ import annotations

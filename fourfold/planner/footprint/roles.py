@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.footprint.form import Attention, Form, Lora
 from fourfold.planner.footprint.head import HeadForm
+from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 from fourfold.planner.scene import WIDTHS, Scene
 
@@ -46,22 +47,27 @@ class Role:
             return lora_numbers(form) + scalar
         if not form.trained:
             return 0
-        head = self.head.numbers if self.head is not None and self.head.trained and not self.tied else 0
-        return form.layers * a.layer_parameters + _ends(form) + head + scalar
+        layers = a.parameters_of(form.start, form.start + form.layers)
+        return layers + _ends(form) + self._own_head_numbers() + scalar
+
+    def _own_head_numbers(self) -> int:
+        head = self.head
+        return head.numbers if head is not None and head.trained and not self.tied else 0
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Of the trained parameters that are matrices: numbers in each, and how many there are of that size."""
-        a, form = self.form.architecture, self.form
-        layers = linear_layers(a)
-        if form.lora is not None:
-            both = [(form.lora.rank * size, form.layers) for n, o, i in layers if form.lora.on(n) for size in (o, i)]
-            return [*both, (a.hidden, int(self.scalar))]
+        a, form, scalar = self.form.architecture, self.form, (self.form.architecture.hidden, int(self.scalar))
+        lora = form.lora
+        if lora is not None:
+            on = [each for each in linears_of(form) if lora.on(each.name)]
+            return [*((lora.rank * size, each.count) for each in on for size in each[1:3]), scalar]
         if not form.trained:
             return []
-        found = [(outputs * inputs, form.layers) for _, outputs, inputs in layers]
-        found += [(a.vocabulary * a.hidden, int(form.embedding)), (a.learned_positions * a.hidden, int(form.embedding))]
-        head = self.head is not None and self.head.trained and not self.tied
-        return [*found, (a.vocabulary * a.hidden, int(head)), (a.hidden, int(self.scalar))]
+        found = [(each.numbers, each.count) for each in linears_of(form)]
+        places = a.learned_positions * a.hidden
+        found += [(size, int(form.embedding)) for size in (a.embedding_parameters - places, places)]
+        head = self._own_head_numbers()
+        return [*found, (head, int(head > 0)), scalar]
 
     def matrix_numbers(self) -> int:
         """Of the trained ones, those in matrices that autocast rounds for products; adapters stay as they are."""
@@ -74,11 +80,6 @@ class Role:
         return max((size for size, count in self.matrix_sizes() if count), default=0)
 
 
-def layer_matrices(a: Architecture) -> int:
-    """Numbers in matrices of one layer."""
-    return a.attention_matrix_parameters + a.mlp_matrix_parameters
-
-
 def _ends(form: Form) -> int:
     a = form.architecture
     return (a.embedding_parameters if form.embedding else 0) + (a.final_norm_parameters if form.norm else 0)
@@ -86,44 +87,27 @@ def _ends(form: Form) -> int:
 
 def part_bytes(form: Form) -> int:
     """Bytes of a part's own weights, adapters left out."""
-    a = form.architecture
-    matrices = layer_matrices(a)
-    vectors = (a.layer_parameters - matrices) * form.vectors
+    a, stop = form.architecture, form.start + form.layers
+    vectors = a.parameters_of(form.start, stop) - a.matrices_of(form.start, stop)
     table = a.embedding_parameters * form.table if form.embedding else 0
-    norm = a.final_norm_parameters * form.vectors if form.norm else 0
-    return form.layers * (layer_matrix_bytes(form) + vectors) + table + norm
+    norm = a.final_norm_parameters if form.norm else 0
+    return matrix_bytes_of(form) + (vectors + norm) * form.vectors + table
 
 
-def layer_matrix_bytes(form: Form) -> int:
-    """Of one layer's matrices."""
+def matrix_bytes_of(form: Form) -> int:
+    """Of the matrices of all its layers."""
     if not form.quantized:
-        return layer_matrices(form.architecture) * form.matrices
-    return sum(matrix_bytes(form.quantized, outs, ins) for _, outs, ins in linear_layers(form.architecture))
-
-
-def linear_layers(a: Architecture) -> list[tuple[str, int, int]]:
-    """Name, outputs and inputs of each linear layer of a decoder layer."""
-    q, kv, h, inner = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden, a.intermediate
-    if a.family == "gpt2":
-        return [("c_attn", 3 * h, h), ("c_proj", h, h), ("c_fc", inner, h), ("c_proj", h, inner)]
-    if a.family == "gpt_neox":
-        return [
-            ("query_key_value", 3 * h, h),
-            ("dense", h, h),
-            ("dense_h_to_4h", inner, h),
-            ("dense_4h_to_h", h, inner),
-        ]
-    attention = [("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)]
-    gate = [("gate_proj", inner, h)] if a.gated_mlp else []
-    return [*attention, *gate, ("up_proj", inner, h), ("down_proj", h, inner)]
+        return form.architecture.matrices_of(form.start, form.start + form.layers) * form.matrices
+    return sum(each.count * matrix_bytes(form.quantized, each.outputs, each.inputs) for each in linears_of(form))
 
 
 def lora_numbers(form: Form) -> int:
     """Numbers of a part's adapters: rank x (outputs + inputs) a linear layer, and DoRA's lengths."""
     lora = form.lora
     assert lora is not None
-    on = [(outs, ins) for name, outs, ins in linear_layers(form.architecture) if lora.on(name)]
-    return form.layers * sum(lora.rank * (outs + ins) + (outs if lora.dora else 0) for outs, ins in on)
+    on = [each for each in linears_of(form) if lora.on(each.name)]
+    dora = int(lora.dora)
+    return sum(each.count * (lora.rank * (each.outputs + each.inputs) + dora * each.outputs) for each in on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +178,7 @@ def _head(scene: Scene) -> HeadForm:
     frozen = _width(scene.config.precision.frozen, compute)
     return HeadForm(
         vocabulary=a.vocabulary,
-        hidden=a.hidden,
+        hidden=a.embedding_width or a.hidden,
         compute=compute,
         width=frozen if shared else 4,
         product=_product(scene, scene.compute),
