@@ -1,4 +1,4 @@
-"""The table of benchmarks/planner.py: what was measured, what was predicted, and how far that is off, a row a config."""
+"""The table of benchmarks/planner.py: what was measured, and how far what was predicted is off, a row a config."""
 
 from __future__ import annotations
 
