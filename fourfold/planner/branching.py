@@ -22,7 +22,7 @@ from fourfold.planner.levers import Lever
 
 # What saves most by its declaration may not be what saves most here: so much more than the budget is looked at closer.
 CLOSE = 1.1
-# Margins by which levers may help or hinder each other: 8-bit moments, for one, make parking them cheaper (docs/log.md).
+# Margins by which levers help or hinder each other: 8-bit moments, for one, make parking them cheaper (docs/log.md).
 SLOWER, LARGER = 1.1, 1.01
 
 
