@@ -169,6 +169,13 @@ class MemorySection(Section):
         description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU; 0 is no "
         "limit. A pass that needs more is done again with half the rows.",
     )
+    levers: Literal["given", "exact", "bounded"] = Field(
+        default="given",
+        description="Which levers ppo takes so that it fits into budget_gib (0: into the device): 'given', those of "
+        "these settings. Or the planner adds some when the run starts, so that it is the fastest that fits: 'exact', "
+        "after which updates stay the same but for the order of sums; 'bounded', those too that round. Keys that are "
+        "given stay. A run goes on with what was chosen for it.",
+    )
     count_tensors: bool = Field(
         default=False,
         description="Count the bytes of live tensors for memory.jsonl, which slows every operation.",
