@@ -152,7 +152,7 @@ def _external(config: RunConfig, room: Room) -> External:
     with room.role("reward", weight_bytes(config.reward.model)):
         external = load_external(config, room.budget)
         if config.reward.engine != "torch":
-            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine)
+            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, room.budget)
     return external
 
 

@@ -278,7 +278,7 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
-        policy=Policy(branch, LanguageHead.of(model)).to(device),
+        policy=Policy(branch, LanguageHead.of(model, budget)).to(device),
         shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.

@@ -220,7 +220,8 @@ LEVERS: tuple[Lever, ...] = (
         settings={"memory.optimizer_in_backward": True, **ONE_MICRO_BATCH},
         baseline=ONE_MICRO_BATCH,
         saves="the gradients of a role but for a few parameters' at a time",
-        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
+        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl, no second try with fewer rows when "
+        "memory runs out",
         change="exact",
         excludes=("micro-batches", "trained trunk", "float16"),
     ),

@@ -93,7 +93,8 @@ def build_trainer(
     )
     _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
-    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
+    in_backward = config.memory.optimizer_in_backward
+    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget, in_backward=in_backward)
     census = _census(config, models, learner)
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
@@ -174,6 +175,7 @@ def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
         "memory": memory,
         "folder": folder,
         "loss_scale": LossScale.of(config.precision, models.base.budget.device),
+        "budget": models.base.budget,
     }
 
     def optimizer(name: str, module: nn.Module, settings: OptimizerSection, total_steps: int) -> LocalOptimizer:

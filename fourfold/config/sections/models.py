@@ -166,8 +166,9 @@ class MemorySection(Section):
     )
     budget_gib: NonNegativeFloat = Field(
         default=0.0,
-        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU; 0 is no "
-        "limit. A pass that needs more is done again with half the rows.",
+        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU, where it "
+        "is looked at between layers, chunks of logits and steps of parked states, not within them; 0 is no limit. A "
+        "pass that needs more is done again with half the rows.",
     )
     count_tensors: bool = Field(
         default=False,
