@@ -170,8 +170,9 @@ class LocalOptimizer:
         """
         if self._norms:
             raise RunFailed(
-                f"{len(self._norms)} of the {len(self._parameters)} parameters of the {self.name} had been stepped when "
-                "its backward pass was broken off, so the run cannot go on from here; the last good checkpoint is kept"
+                f"{len(self._norms)} of the {len(self._parameters)} parameters of the {self.name} had been stepped "
+                "when its backward pass was broken off, so the run cannot go on from here; the last good checkpoint is "
+                "kept"
             )
         self.states.discard()
 

@@ -1,10 +1,10 @@
 """What happens when memory runs out: passes are taken again with half the rows, or the run stops and says why.
 
 On CUDA the signal is torch.OutOfMemoryError, and `memory.budget_gib` is torch's per-process limit; on the CPU the
-resident memory of the process is compared with the budget after every decoder layer, forward and backward, before
-a chunk of logits is made, while a parameter's parked states are in memory and after each pass of ONNX Runtime. What it saves: nothing; it makes a run end well that would be
-killed. What it changes: from a halving on, an update is bit for bit that
-of a run with the smaller size. What it excludes: nothing.
+resident memory of the process is compared with the budget after every decoder layer, forward and backward, before a
+chunk of logits is made, while a parameter's parked states are in memory, and after each pass of ONNX Runtime. What it
+saves: nothing; it makes a run end well that would be killed. What it changes: from a halving on, an update is bit for
+bit that of a run with the smaller size. What it excludes: nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fourfold.config.schema import PpoSection
 from fourfold.errors import RunFailed
-from fourfold.memory.meter import resident_bytes_reader
+from fourfold.memory.peaks import resident_bytes_reader
 
 log = logging.getLogger(__name__)
 

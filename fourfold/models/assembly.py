@@ -14,13 +14,14 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
-from fourfold.models.external import External, load_external, weight_bytes
+from fourfold.models.external import External, load_external, placed, weight_bytes
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
 from fourfold.models.reference import load_reference
+from fourfold.models.residency import HostResidency
 from fourfold.models.roles import (
     Policy,
     Scorer,
@@ -153,6 +154,8 @@ def _external(config: RunConfig, room: Room) -> External:
         external = load_external(config, room.budget)
         if config.reward.engine != "torch":
             run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, room.budget)
+        elif placed(config)[0].type != room.budget.device.type:
+            external.residency = HostResidency()
     return external
 
 

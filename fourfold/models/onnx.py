@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fourfold.memory.budget import Budget, give_back
 from fourfold.models.external import External, Outside, TextReader, TorchClassifier, probe, relative_gap
+from fourfold.models.residency import HostResidency
 from fourfold.models.roles import checksum
 
 log = logging.getLogger(__name__)
@@ -95,10 +96,11 @@ def run_by_onnx(external: External, cache: Path, engine: str, budget: Budget | N
     folder = exported(classifier, external.reader, cache, engine)
     external.classifier = OnnxClassifier(folder / FILE, checksum([classifier]), budget)
     verify_engine(external.scores(rows), truth, engine, folder)
+    external.residency = HostResidency("cpu, onnxruntime")
     external.outside_torch = Outside(
         parameters=sum(p.numel() for p in classifier.parameters()),
         dtype="int8" if engine == "onnx_int8" else "float32",
-        where="cpu, onnxruntime",
+        where=external.residency.where,
         bytes=sum(file.stat().st_size for file in folder.iterdir()),
     )
     external.take_work()

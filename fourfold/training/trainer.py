@@ -163,8 +163,9 @@ class Trainer:
         """Held-out prompts under the actor as it is now, always with the same random numbers."""
         if self.evaluation_prompts is None:
             raise ValueError("no held-out prompts: give data.prompts_test")
-        rollout, activations = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
-        scored, valid = self._score(rollout, activations)
+        with self.meter.phase("evaluate"):
+            rollout, activations = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
+            scored, valid = self._score(rollout, activations)
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
         scored = scored.select(valid.nonzero()[:, 0])

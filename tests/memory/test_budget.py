@@ -1,4 +1,4 @@
-"""Where the process's resident memory is held to the budget besides decoder layers: logits, and a parked state's step."""
+"""Where the process's resident memory is held to the budget besides decoder layers: logits, steps of parked states."""
 
 from __future__ import annotations
 
