@@ -17,11 +17,11 @@ from fourfold.batch import ScoredRollout
 from fourfold.config.schema import PrecisionSection, RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
-from fourfold.memory.offload import is_elsewhere
+from fourfold.memory.offload import computes_elsewhere, residency_of
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
 from fourfold.models.reference import OwnPolicy
-from fourfold.models.roles import Activations
+from fourfold.models.roles import Activations, Policy
 from fourfold.models.split import Part
 from fourfold.planner.quantization import QUANTIZED
 
@@ -86,12 +86,19 @@ class Preflight:
     reference_dtype: str
     fresh: bool
     own_reference: bool
+    reference_where: str = ""  # where it computes, if that is elsewhere than the actor does
     reference_bias: ReferenceBias | None = None  # where actor and reference compute alike there is none
+
+    @property
+    def reference_differs(self) -> bool:
+        """Whether the same weights may give the reference other numbers than the actor."""
+        return not self.own_reference and (self.actor_dtype != self.reference_dtype or bool(self.reference_where))
 
     def with_stored(self, earlier: Mapping[str, Any] | None) -> Preflight:
         """With the bias that was measured when the run began: later the actor has moved."""
         bias = (earlier or {}).get("reference_bias")
-        return self if self.fresh or bias is None else replace(self, reference_bias=ReferenceBias(**bias))
+        known = not self.fresh and bias is not None and self.reference_differs
+        return replace(self, reference_bias=ReferenceBias(**bias)) if known else self
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -114,9 +121,14 @@ class Preflight:
         return (
             f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token ({bias.per_sequence_mean:+.2e} a "
             f"sequence), |difference| {bias.absolute_mean:.2e} on average and {bias.absolute_max:.2e} at most, {when} "
-            f"on {bias.tokens:,} tokens: it is held in {self.reference_dtype.removeprefix('torch.')}, and the actor "
-            f"computes in {self.actor_dtype.removeprefix('torch.')}"
+            f"on {bias.tokens:,} tokens: it is held {self.held()}, and the actor computes in "
+            f"{self.actor_dtype.removeprefix('torch.')}"
         )
+
+    def held(self) -> str:
+        """How the reference is held, and where it computes if not where the actor does."""
+        elsewhere = f" and computed elsewhere ({self.reference_where})" if self.reference_where else ""
+        return f"in {self.reference_dtype.removeprefix('torch.')}{elsewhere}"
 
 
 def preflight(
@@ -145,7 +157,7 @@ def preflight(
 def _measure(
     models: FourModels, scored: ScoredRollout, activations: Activations, config: RunConfig, fresh: bool
 ) -> Preflight:
-    actor, temperature, differs = models.actor, config.sampling.temperature, config.precision.reference_differs
+    actor, temperature = models.actor, config.sampling.temperature
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = bounds_of(actor.branch, models.base.trunk)
@@ -164,9 +176,9 @@ def _measure(
         reference_dtype=_held(models, config),
         fresh=fresh,
         own_reference=own_reference,
-        reference_bias=ReferenceBias.measured(scored) if differs and fresh else None,
+        reference_where=_elsewhere(models.reference),
     )
-    if result.actor_dtype != result.reference_dtype and not differs:
+    if result.actor_dtype != result.reference_dtype and not config.precision.reference_differs:
         raise RunFailed(
             f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
             "them would be biased; give both the same precision"
@@ -177,12 +189,13 @@ def _measure(
         bounds.ratio,
         "dropout, position ids or masks differ between passes",
     )
-    if result.reference_bias is not None:
-        _require_small(result.reference_bias, config.precision)
-    elif fresh and not own_reference:
-        # A service makes the trunk's activations anew, as the trainer does after the sampler.
-        anew = models.base.trunk is not None and is_elsewhere(models.reference)
-        allowed = bounds.sampler if anew else bounds.kl
+    if fresh and result.reference_differs:
+        result = replace(result, reference_bias=ReferenceBias.measured(scored))
+        _require_small(result, config.precision)
+    if fresh and not own_reference and not config.precision.reference_differs:
+        # Elsewhere other kernels compute, and a service makes the trunk's activations anew: as between the sampler and
+        # the trainer.
+        allowed = bounds.sampler if result.reference_where else bounds.kl
         _require("KL to the reference is not 0 at step 0", kl, allowed, "the reference is not the actor as it starts")
     _require(
         "sampler and trainer disagree on log-probs",
@@ -191,6 +204,11 @@ def _measure(
         "temperature, positions or weights differ in the sampler",
     )
     return result
+
+
+def _elsewhere(reference: Policy) -> str:
+    held = residency_of(reference)
+    return held.where if held is not None and computes_elsewhere(reference) else ""
 
 
 def _held(models: FourModels, config: RunConfig) -> str:
@@ -210,14 +228,18 @@ def bounds_of(*parts: Part | None) -> Bounds:
     return max(found, key=lambda bounds: bounds.ratio)
 
 
-def _require_small(bias: ReferenceBias, precision: PrecisionSection) -> None:
+def _require_small(found: Preflight, precision: PrecisionSection) -> None:
+    bias = found.reference_bias
+    assert bias is not None
     if not abs(bias.per_token_mean) <= precision.max_reference_bias:
+        causes = {"precision.reference": precision.reference_differs, "reference.residency": found.reference_where}
         raise RunFailed(
-            f"pre-flight: the reference in {precision.reference} biases every KL by {bias.per_token_mean:+.2e} nats a "
+            f"pre-flight: the reference {found.held()} biases every KL by {bias.per_token_mean:+.2e} nats a "
             f"token (allowed by precision.max_reference_bias: {precision.max_reference_bias:g}) and "
             f"{bias.per_sequence_mean:+.2e} a sequence: the mean difference, on {bias.tokens:,} tokens, from the same "
             f"weights in the actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on "
-            f"average and {bias.absolute_max:.2e} at most; leave out precision.reference, or allow more"
+            f"average and {bias.absolute_max:.2e} at most; leave out {' and '.join(filter(causes.get, causes))}, or "
+            "allow more"
         )
 
 
