@@ -97,8 +97,9 @@ class Preflight:
     def with_stored(self, earlier: Mapping[str, Any] | None) -> Preflight:
         """With the bias that was measured when the run began: later the actor has moved."""
         bias = (earlier or {}).get("reference_bias")
-        known = not self.fresh and bias is not None and self.reference_differs
-        return replace(self, reference_bias=ReferenceBias(**bias)) if known else self
+        if self.fresh or bias is None or not self.reference_differs:
+            return self
+        return replace(self, reference_bias=ReferenceBias(**bias))
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
