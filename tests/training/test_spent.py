@@ -49,7 +49,7 @@ def test_a_resumed_run_counts_what_came_before(tmp_path: Path, monkeypatch: pyte
         run(tree)
     path = tmp_path / "run" / SPENT
     stopped = json.loads(path.read_text())
-    assert stopped.keys() == {"load", "ppo", "generate", "score", "learn", "save"}
+    assert stopped.keys() == {"load", "preflight", "evaluate", "ppo", "generate", "score", "learn", "save"}
     assert all(usage["seconds"] > 0 and usage["peak_bytes"] > 0 for usage in stopped.values())
     marked = {name: usage | {"seconds": 1000.0 * i} for i, (name, usage) in enumerate(stopped.items(), start=1)}
     marked["learn"]["peak_bytes"] = 2**60
