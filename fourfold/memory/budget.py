@@ -49,13 +49,13 @@ def ran_out(error: BaseException) -> bool:
 def give_back() -> None:
     """Hand memory that is free inside the process back to the system, so that it is no longer resident."""
     gc.collect()
-    _trim()
+    trim()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _trim() -> None:
-    """malloc_trim(3), where the C library has it."""
+def trim() -> None:
+    """Hand back what the allocator keeps for later: malloc_trim(3), where the C library has it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -107,7 +107,7 @@ class Budget:
         """OverBudget when `wanted` bytes more would not fit; on CUDA the allocator itself refuses."""
         if not self.bytes or self.device.type == "cuda" or self.resident() + wanted <= self.bytes:
             return
-        _trim()  # what is only kept for later use does not count
+        trim()  # what is only kept for later use does not count
         if (held := self.resident()) + wanted > self.bytes:
             more = f" and {wanted / GIB:.3f} GiB are wanted" if wanted else ""
             raise OverBudget(f"{held / GIB:.3f} GiB are resident{more}, memory.budget_gib = {self.bytes / GIB:.3f}")

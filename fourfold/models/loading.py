@@ -22,7 +22,7 @@ from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
-from fourfold.memory.budget import Budget, tensor_bytes
+from fourfold.memory.budget import Budget, tensor_bytes, trim
 from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
@@ -33,6 +33,7 @@ from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
+from fourfold.models.stored import InFile
 from fourfold.models.trunk import hold_as_masters_compute, layer_parameters
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.quantization import QUANTIZED, held_bytes
@@ -164,7 +165,9 @@ def convert_gguf(file: Path, cache: Path, key: str = "model.path") -> Path:
     return folder
 
 
-def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model.path") -> tuple[PreTrainedModel, Any]:
+def load_causal_lm(
+    path: str, cache: Path, dtype: torch.dtype, key: str = "model.path", in_file: InFile | None = None
+) -> tuple[PreTrainedModel, Any]:
     """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`, given as `key`."""
     quiet_imports()
     from transformers import AutoModelForCausalLM
@@ -175,8 +178,9 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model
     )
     instead = "give a complete causal language model"
     resolved = resolve_model(path, cache, key)
+    given = f"{key} = {path!r}"
     return pretrained(
-        AutoModelForCausalLM, resolved, dtype, given=f"{key} = {path!r}", allowed=allowed, instead=instead
+        AutoModelForCausalLM, resolved, dtype, given=given, allowed=allowed, instead=instead, in_file=in_file
     )
 
 
@@ -218,11 +222,11 @@ def load_base(config: RunConfig) -> Base:
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)
     room = _room_of_folder(config, budget)
-    # The floats are there before they are quantised.
-    floats = config.model_copy(update={"precision": config.precision.model_copy(update={"frozen": "auto"})})
-    weights = _room_of_folder(floats, budget).planned.weights
+    weights = room.planned.weights
     with room.role("base model", sum(weights.get(name, 0) for name in ("trunk", "base", "actor"))):
-        return _load_base(config, device, budget)
+        base = _load_base(config, device, budget)
+        trim()
+        return base
 
 
 def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
@@ -249,7 +253,11 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     dtype = DTYPES[resolve_compute(config.precision.compute, device)]
     mode = config.sharing.mode
     shared = mode != "none"
-    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), dtype if shared else torch.float32)
+    in_file = None
+    if config.precision.frozen in QUANTIZED:
+        in_file = InFile(device, upper=config.trunk.branch_layers if mode == "trunk" else 0)
+    held = dtype if shared else torch.float32
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), held, in_file=in_file)
     model.requires_grad_(False)
     use_attention(model, config.memory.attention, device)
     layout = layout_of(model)

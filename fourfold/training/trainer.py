@@ -27,7 +27,7 @@ from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
 from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
-from fourfold.training.preflight import Preflight, preflight
+from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
 from fourfold.training.state import Progress, collect, restore
@@ -72,7 +72,10 @@ class Trainer:
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
         fresh, random_state = self.progress.step == 0, rng_state()
-        prompts = self.prompts.batch(self.progress.step).first(self.sizes.actor.size)
+        prompts, bias = self.prompts.batch(self.progress.step), None
+        if fresh and reference_differs(self.models, self.config):  # a bias is a mean over a whole rollout
+            bias = ReferenceBias.measured(self._score(*self.sampler.generate(prompts, policy_version=0))[0])
+        prompts = prompts.first(self.sizes.actor.size)
         rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
@@ -80,7 +83,7 @@ class Trainer:
             shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
             set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
-        return preflight(self.models, scored, activations, self.config, fresh=fresh, size=self.sizes.actor)
+        return preflight(self.models, scored, activations, self.config, bias, fresh=fresh, size=self.sizes.actor)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
@@ -164,8 +167,8 @@ class Trainer:
         if self.evaluation_prompts is None:
             raise ValueError("no held-out prompts: give data.prompts_test")
         with self.meter.phase("evaluate"):
-            rollout, activations = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
-            scored, valid = self._score(rollout, activations)
+            sampled = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
+            scored, valid = self._score(*sampled)
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
         scored = scored.select(valid.nonzero()[:, 0])

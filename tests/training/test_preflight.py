@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from fourfold.batch import ScoredRollout
 from fourfold.config import ConfigError, dump_toml
 from fourfold.config.checks.precision import precision_warnings
 from fourfold.errors import RunFailed
 from fourfold.models.residency import place
-from fourfold.training.preflight import BOUNDS
+from fourfold.training.preflight import BOUNDS, ReferenceBias
 from fourfold.training.trainer import Trainer
 from tiny import tiny_directory
+from tiny_roles import tiny_rollout
 from training.kernels import computed_within, onednn_multiplies_bfloat16, sums_in_two_parts, without_onednn
 from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, settings
 from training.served import at_service, hosted_roles, listening
@@ -81,7 +84,8 @@ def test_a_reference_on_the_host_may_round_otherwise_and_the_bias_is_named(
 
     report = trainer.check()
     bias = report.reference_bias
-    assert bias is not None and report.kl_gap_mean == bias.absolute_mean > BOUNDS[torch.bfloat16].kl[0]
+    assert bias is not None and bias.sequences == 16, "a whole rollout, not one micro-batch"
+    assert min(report.kl_gap_mean, bias.absolute_mean) > BOUNDS[torch.bfloat16].kl[0]
     assert 0 < abs(bias.per_token_mean) < bias.absolute_mean
     said = report.warning()
     assert said is not None and said.startswith(f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token")
@@ -91,8 +95,8 @@ def test_a_reference_on_the_host_may_round_otherwise_and_the_bias_is_named(
     kept = replace(again, reference_where="", reference_bias=None).with_stored(report.as_dict())
     assert kept.warning() is None, "taken up again where the actor computes"
 
-    bounded = {"max_reference_bias": abs(bias.per_token_mean) / 2}
-    precision = trainer.config.precision.model_copy(update=bounded)
+    monkeypatch.setattr("fourfold.training.preflight.ERRORS_ALLOWED", 0.0)  # the mean is of 16 responses
+    precision = trainer.config.precision.model_copy(update={"max_reference_bias": abs(bias.per_token_mean) / 2})
     trainer.config = trainer.config.model_copy(update={"precision": precision})
     with pytest.raises(RunFailed, match=r"computed elsewhere \(cpu, computes there\) biases every KL by") as caught:
         trainer.check()
@@ -198,3 +202,44 @@ def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:
     rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
     scores, _ = trainer.reward(activations, rollout)
     assert trainer.models.critic.head.linear.bias.item() == pytest.approx(float(scores[:2].mean()), abs=1e-6)
+
+
+def scored(gaps: list[list[float]]) -> ScoredRollout:
+    """Responses whose tokens the actor gives so much more log-prob than the reference; NaN where there is no token."""
+    rollout = tiny_rollout([(2, len(row)) for row in gaps])
+    held = torch.full(rollout.response_mask.shape, torch.nan)
+    held[rollout.response_mask] = -torch.tensor([gap for row in gaps for gap in row])
+    zeros, per_row = torch.zeros_like(held), torch.zeros(len(gaps))
+    given = {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
+    return ScoredRollout(**given, ref_log_probs=held, kl=zeros, values=zeros, last_values=per_row, scores=per_row)
+
+
+def test_the_bias_and_its_error_of_numbers_worked_out_by_hand() -> None:
+    """S = (3, 0, 6), n = (1, 2, 3): m = 9 / 6; distances S - m n = (1.5, -3, 1.5), squares 13.5, times 3 / 2."""
+    bias = ReferenceBias.measured(scored([[3.0], [1.0, -1.0], [1.0, 2.0, 3.0]]))
+    assert (bias.per_token_mean, bias.per_sequence_mean) == (1.5, 3.0)
+    assert (bias.tokens, bias.sequences, bias.absolute_max) == (6, 3, 3.0)
+    assert bias.absolute_mean == pytest.approx(11 / 6)
+    assert bias.per_token_error == pytest.approx(math.sqrt(13.5 * 3 / 2) / 6)
+    assert bias.per_sequence_error == pytest.approx(3 / math.sqrt(3)), "standard deviation 3 of 3 sums"
+    assert "+1.50e+00 nats a token (standard error 7.5e-01), +3.00e+00 a sequence (1.7e+00)" in str(bias)
+    nearer = ReferenceBias.measured(scored([[3.0], [2.0, 2.0], [3.0, 3.0, 3.0]]))  # 2.667, error 0.347
+    assert nearer.beyond(1.97) and not nearer.beyond(1.98)
+    assert not ReferenceBias.measured(scored([[5.0, 5.0]])).beyond(0.1), "one response says nothing of others"
+    assert ReferenceBias.measured(scored([[1.0], [math.nan]])).beyond(1e9)
+
+
+def test_the_error_is_how_far_the_means_of_rollouts_lie_from_another() -> None:
+    """Tokens of a response share half of their noise: counting tokens would make the error too small."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (1, 2, 4, 8) * 8
+    means, errors, naive = [], [], []
+    for _ in range(400):
+        rows = [0.2 + torch.randn(1, generator=generator) + torch.randn(n, generator=generator) for n in lengths]
+        bias = ReferenceBias.measured(scored([row.tolist() for row in rows]))
+        means.append(bias.per_token_mean)
+        errors.append(bias.per_token_error)
+        naive.append(float(torch.cat(rows).std()) / math.sqrt(sum(lengths)))
+    spread = float(torch.tensor(means).std())
+    assert sum(errors) / 400 == pytest.approx(spread, rel=0.1) and sum(naive) / 400 < 0.75 * spread
+    assert sum(means) / 400 == pytest.approx(0.2, abs=4 * spread / 20)

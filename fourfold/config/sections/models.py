@@ -125,7 +125,8 @@ class PrecisionSection(Section):
         default=0.05,
         description="Largest size, in nats a token, of the mean difference between log-probs in the actor's numerics "
         "and those of the reference as it is held, or where reference.residency has it computed: what every KL is "
-        "biased by. Pre-flight measures it, and beyond it the run is refused.",
+        "biased by. Pre-flight measures it on a rollout, with its standard error over responses, and refuses a mean "
+        "that is larger by more than two of these.",
     )
 
     @property
