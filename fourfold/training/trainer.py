@@ -71,12 +71,11 @@ class Trainer:
 
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
-        fresh, random_state = self.progress.step == 0, rng_state()
-        prompts, bias = self.prompts.batch(self.progress.step), None
+        step, random_state = self.progress.step, rng_state()
+        prompts, fresh, bias = self.prompts.batch(step), step == 0, None
         if fresh and reference_differs(self.models, self.config):  # a bias is a mean over a whole rollout
-            bias = ReferenceBias.measured(self._score(*self.sampler.generate(prompts, policy_version=0))[0])
-        prompts = prompts.first(self.sizes.actor.size)
-        rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
+            bias = ReferenceBias.measured(self._score(*self.sampler.generate(prompts, policy_version=step))[0])
+        rollout, activations = self.sampler.generate(prompts.first(self.sizes.actor.size), policy_version=step)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
             scored_well = scored.select(valid.nonzero()[:, 0])
@@ -164,11 +163,10 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Held-out prompts under the actor as it is now, always with the same random numbers."""
-        if self.evaluation_prompts is None:
+        if (prompts := self.evaluation_prompts) is None:
             raise ValueError("no held-out prompts: give data.prompts_test")
         with self.meter.phase("evaluate"):
-            sampled = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
-            scored, valid = self._score(*sampled)
+            scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
         scored = scored.select(valid.nonzero()[:, 0])
