@@ -97,7 +97,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     room = base.room(config)
     # First, so that what an export takes for a moment lies beside the base only.
     external = _external(config, room) if config.reward.source == "model" else None
-    own, away = room.planned.weights["actor"], roles_at_a_service(config)
+    own, away = room.planned.weights["critic"], roles_at_a_service(config)
     only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
     if config.critic.init == "base" or (reward is not None and not only_asked):
@@ -145,7 +145,8 @@ def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away
             return hollow_copy(actor, share_head=base.shares_head)
         reference = copy_policy(actor, share_head=base.shares_head)
         _freeze(reference, config.precision.reference, base)
-        return reference
+    room.froze("reference")
+    return reference
 
 
 def _external(config: RunConfig, room: Room) -> External:
@@ -169,7 +170,7 @@ def _critic_and_reward(
     config: RunConfig, base: Base, room: Room, fresh: Scorer | None, reward: Path | None, *, away: bool
 ) -> tuple[Scorer, Scorer | None]:
     """`fresh` is a scorer on the base model, which one of the two becomes; a reward model that is `away` is neither."""
-    own, init = room.planned.weights["actor"], config.critic.init
+    own, init = room.planned.weights["critic"], config.critic.init
     scorer = None
     critic = fresh
     if reward is not None and fresh is not None and not (away and init == "base"):
@@ -190,6 +191,7 @@ def _critic_and_reward(
         )
     if scorer is not None:
         _freeze(scorer, config.precision.reward, base)
+        room.froze("reward")
     return critic, scorer
 
 

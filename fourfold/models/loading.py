@@ -63,16 +63,17 @@ class Base:
     def room(self, config: RunConfig) -> Room:
         """For the roles that are to be made from this base, which is loaded; the actor takes over its own weights."""
         adapted = config.sharing.mode == "adapters"
-        own = tensor_bytes(p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name))
+        mine = [p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name)]
+        own, vectors = tensor_bytes(mine), tensor_bytes(p for p in mine if p.ndim < 2)
         parts = [self.policy, *([] if self.trunk is None else [self.trunk])]
         whole = tensor_bytes(p for part in parts for p in part.parameters())
-        mine = self.policy.branch.num_layers
-        depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
+        upper = self.policy.branch.num_layers
+        depth = upper + (0 if self.trunk is None else self.trunk.num_layers)
         trained = 0
         if self.trunk is not None and config.trunk.train:
             trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
         hidden = self.policy.branch.hidden_size
-        room = Room.of(config, self.budget, whole, own, (depth, mine), hidden, trained, self.matrix_bytes())
+        room = Room.of(config, self.budget, whole, own, (depth, upper), hidden, trained, self.matrix_bytes(), vectors)
         room.loaded |= {name: size for name, size in room.planned.weights.items() if name in ("trunk", "base", "actor")}
         return room
 
@@ -223,6 +224,9 @@ def load_base(config: RunConfig) -> Base:
     budget = Budget.of_gib(config.memory.budget_gib, device)
     room = _room_of_folder(config, budget)
     weights = room.planned.weights
+    if config.precision.frozen not in QUANTIZED:  # what is rounded afterwards is loaded in the compute type
+        loaded = config.model_copy(update={"precision": config.precision.model_copy(update={"frozen": "auto"})})
+        weights = _room_of_folder(loaded, budget).planned.weights
     with room.role("base model", sum(weights.get(name, 0) for name in ("trunk", "base", "actor"))):
         base = _load_base(config, device, budget)
         trim()
@@ -239,11 +243,13 @@ def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
         return Room.of(config, budget, 0, 0, (1, 1), 1)
     mode, layers, total = config.sharing.mode, shape.layers, shape.parameters()
     mine = {"none": layers, "trunk": min(config.trunk.branch_layers, layers), "adapters": 0}[mode]
-    width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
-    own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
+    compute = DTYPES[resolve_compute(config.precision.compute, budget.device)]
+    frozen = config.precision.frozen
+    width = 4 if mode == "none" else (compute if frozen in QUANTIZED else dtype_of(frozen, compute)).itemsize
+    copied = mine * shape.layer_parameters if mine < layers else total - shape.head_parameters
     shared = (layers - mine) * shape.layer_parameters if mine < layers else 0
-    rest = total - mine * shape.layer_parameters - shared if mine < layers else 0
-    whole = own + rest * width + held_bytes(config.precision.frozen, shared, shape.hidden, width)
+    own = copied * 4
+    whole = own + (total - copied - shared) * width + held_bytes(frozen, shared, shape.hidden, width)
     matrices = (shared * width, mine * shape.layer_parameters * 4)
     trained = (layers - mine) * shape.layer_parameters * 4 if config.trunk.train else 0
     return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained, matrices)
