@@ -19,6 +19,7 @@ from fourfold.cli import errors
 COMMANDS = {
     "init": "write a commented configuration to start from",
     "data": "make a data set ready, such as the movie reviews of the example",
+    "plan": "know before you run: memory, time and traffic, and the fastest settings that fit",
     "run": "carry out the stages of a configuration; finished ones are skipped, an interrupted one goes on",
     "sft": "the first stage alone: supervised fine-tuning",
     "reward": "the second stage alone: train the reward model on preference pairs",

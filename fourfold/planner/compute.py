@@ -30,11 +30,11 @@ def _attention_flops(architecture: Architecture, attended_tokens: float) -> floa
     return 2 * architecture.heads * (architecture.key_dim + architecture.value_dim) * attended_tokens
 
 
-def _matrix_flops(architecture: Architecture, layers: range, tokens: int) -> float:
+def _matrix_flops(architecture: Architecture, layers: range, tokens: float) -> float:
     return 2 * architecture.matrices_of(layers.start, layers.stop, active=True) * tokens
 
 
-def _head_flops(architecture: Architecture, head: Head, head_tokens: int) -> float:
+def _head_flops(architecture: Architecture, head: Head, head_tokens: float) -> float:
     width = {"lm": architecture.vocabulary, "scalar": 1, "none": 0}[head]
     return 2 * (architecture.embedding_width or architecture.hidden) * width * head_tokens
 
@@ -43,10 +43,10 @@ def forward_flops(
     architecture: Architecture,
     *,
     layers: int,
-    tokens: int,
+    tokens: float,
     attended_tokens: float,
     head: Head,
-    head_tokens: int,
+    head_tokens: float,
     adapter_parameters: int = 0,
     start: int = 0,
 ) -> float:
@@ -66,10 +66,10 @@ def backward_flops(
     architecture: Architecture,
     *,
     layers: int,
-    tokens: int,
+    tokens: float,
     attended_tokens: float,
     head: Head,
-    head_tokens: int,
+    head_tokens: float,
     head_trained: bool,
     head_tokens_again: int = 0,
     adapter_parameters: int = 0,
@@ -107,6 +107,8 @@ def classifier_flops(matrix_parameters: int, *, layers: int, hidden: int, tokens
     return 2 * matrix_parameters * tokens + 4 * layers * hidden * attended_tokens
 
 
-def _check(architecture: Architecture, layers: range, tokens: int, attended_tokens: float, head_tokens: int) -> None:
+def _check(
+    architecture: Architecture, layers: range, tokens: float, attended_tokens: float, head_tokens: float
+) -> None:
     assert 0 <= layers.start <= layers.stop <= architecture.layers, f"{layers} of {architecture.layers} layers"
     assert tokens >= 0 and attended_tokens >= 0 and 0 <= head_tokens <= tokens, "counts of tokens contradict each other"

@@ -14,7 +14,7 @@ from fourfold.planner.footprint import footprint
 from fourfold.planner.footprint.passes import Below, Lesson, Texts, learned, sampled
 from fourfold.planner.footprint.roles import cast_of
 from fourfold.planner.hardware.machine import Device
-from planner.scenes import CPU, GPU, architecture, scene
+from planner.small_scenes import CPU, GPU, architecture, scene
 
 CRITIC, ACTOR, SAMPLING = Moment("learn", "critic"), Moment("learn", "actor"), Moment("generate", "actor")
 # Of scenes.architecture(): projections 16 x 8 x (2 + 2 + 1 + 1), a gated MLP 3 x 16 x 24, two norms.

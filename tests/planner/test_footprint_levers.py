@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold.planner.bill import TIERS, Footprint, Item, Moment
 from fourfold.planner.footprint import footprint, passes
 from fourfold.planner.levers import LEVERS, Lever, lever
-from planner.scenes import architecture, scene
+from planner.small_scenes import architecture, scene
 
 SHARING = (('sharing.mode="none"',), ('sharing.mode="trunk"',), ('sharing.mode="adapters"',))
 TRAINED = ('sharing.mode="trunk"', "trunk.train=true")

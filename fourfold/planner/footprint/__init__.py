@@ -8,13 +8,14 @@ from dataclasses import replace
 from fourfold.planner.bill import MOMENTS, Footprint, Item, Moment
 from fourfold.planner.footprint import held, process, work
 from fourfold.planner.footprint.roles import Cast, cast_of
+from fourfold.planner.parallel import sharded
 from fourfold.planner.scene import Scene
 
 __all__ = ["footprint"]
 
 
 def footprint(scene: Scene) -> Footprint:
-    """The memory bill of a scene."""
+    """The memory bill of a scene: of the device that holds most where its layout has several."""
     cast = cast_of(scene)
     items = [
         *held.weights(scene, cast),
@@ -26,7 +27,7 @@ def footprint(scene: Scene) -> Footprint:
         *process.saving(scene, cast),
         *process.framework(scene),
     ]
-    return Footprint(tuple(_only(items, moments_of(scene, cast))))
+    return sharded(Footprint(tuple(_only(items, moments_of(scene, cast)))), scene)
 
 
 def moments_of(scene: Scene, cast: Cast) -> frozenset[Moment]:
