@@ -35,7 +35,7 @@ def _adapted(t: Tape, x: Value, layer: Layer, lora: Lora, name: str, inputs: int
 def _turned(
     t: Tape, out: Value, beside: Value, layer: Layer, name: str, inputs: int, outputs: int
 ) -> tuple[Value, Value]:
-    """DoRA's lengths on both products; for them the adapted matrix is made (by peft, from a unit matrix) and dropped."""
+    """DoRA's lengths on both products; for them the adapted matrix is made (by peft, from a unit one) and dropped."""
     matrices = t.storage(4 * (inputs**2 + 3 * inputs * outputs), "buffers")
     del matrices
     lengths = layer.adapter(f"{name}.m", outputs)
