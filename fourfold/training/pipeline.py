@@ -32,6 +32,7 @@ from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import train_sft
 from fourfold.training.texts import TextCache
+from fourfold.training.timeline import Timeline
 
 Say = Callable[[str], None]
 
@@ -148,6 +149,7 @@ def _carry_out(
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
     chosen.save(folder)
+    Timeline(folder.root).spans("", 0, meter.take_spans())
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
         predicted = predict(config, inputs.prompts)
@@ -202,14 +204,19 @@ def _stage(
 ) -> None:
     _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
     folder.note_spent(meter.totals())
+
+    def note() -> None:
+        folder.note_spent(meter.totals())
+        Timeline(folder.root).spans(name, 0, meter.take_spans())
+
     try:
         with meter.phase(name):
             metrics = work()
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
-            folder.note_spent(meter.totals())
+            note()
         raise
-    folder.note_spent(meter.totals())
+    note()
     folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})
 
 
