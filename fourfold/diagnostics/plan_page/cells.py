@@ -11,6 +11,7 @@ from fourfold.planner.holding import elsewhere, own_parameters, residency, train
 from fourfold.planner.passes import Cut
 from fourfold.planner.plan import Plan
 from fourfold.planner.scene import Scene
+from fourfold.planner.units import quantity
 from fourfold.planner.work import Work
 
 Role = Literal["actor", "critic", "reference", "reward"]
@@ -18,9 +19,9 @@ ROLES: tuple[Role, ...] = ("actor", "critic", "reference", "reward")
 DOES = {
     ("generate", "actor"): "samples responses",
     ("score", "actor"): "log-probs for the KL",
-    ("score", "critic"): "values of each token",
-    ("score", "reference"): "log-probs of each token",
-    ("score", "reward"): "a score a response",
+    ("score", "critic"): "values of tokens",
+    ("score", "reference"): "log-probs of tokens",
+    ("score", "reward"): "scores responses",
     ("learn", "actor"): "learns the policy",
     ("learn", "critic"): "learns the values",
 }
@@ -41,17 +42,6 @@ class Cell:
         """Whether it does nothing."""
         return not self.does
 
-    @property
-    def passes(self) -> str:
-        """Forward and backward passes over the whole rollout, in words."""
-        if self.work is None:
-            return ""
-        forward, backward = self.work.forward_passes, self.work.backward_passes
-        if self.phase == "generate":
-            more = f", {forward - 1:g} forward" if forward > 1 else ""
-            return f"decodes{more}"
-        return f"{forward:g} forward" + (f", {backward:g} backward" if backward else "")
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -63,6 +53,19 @@ class Model:
     place: str  # where its weights are, in words
     held: dict[Tier, int]  # the most of a step, by tier
     cells: tuple[Cell, ...]  # generate, score, learn
+
+
+def passes(work: Work) -> str:
+    """Passes over the whole rollout, in words; of those that generate, the first is made token by token."""
+    if work.moment.phase == "generate":
+        more = work.forward_passes - 1
+        return "decodes" + (f", {more:g} forward" if more else "")
+    return f"{work.forward_passes:g} forward" + (f", {work.backward_passes:g} backward" if work.backward_passes else "")
+
+
+def where(scene: Scene, tier: Tier) -> str:
+    """A tier in words: what is a device's memory on a GPU is memory on a CPU."""
+    return "in memory" if scene.on_cpu and tier == "device" else f"on the {tier}"
 
 
 def four_models(plan: Plan) -> list[Model]:
@@ -80,8 +83,7 @@ def _model(plan: Plan, who: str) -> Model:
     scene = plan.scene
     trained = who in trained_parameters(scene)
     cells = tuple(_cell(plan, who, phase) for phase in WORKING)
-    most: dict[Tier, int] = {tier: max(cell.held.get(tier, 0) for cell in cells) for tier in TIERS}
-    held = {tier: count for tier, count in most.items() if count}
+    held = _some({tier: max(cell.held.get(tier, 0) for cell in cells) for tier in TIERS})
     return Model(who, trained, _about(scene, who), _place(scene, who), held, cells)
 
 
@@ -89,8 +91,7 @@ def _cell(plan: Plan, who: str, phase: Phase) -> Cell:
     scene, bill = plan.scene, plan.footprint
     work = next((each for each in plan.costs.work if each.moment == (phase, who)), None)
     moment = _moment(plan, phase, who)
-    sums = {tier: bill.by(lambda item: item.holder, moment, tier).get(who, 0) for tier in TIERS}
-    held: dict[Tier, int] = {tier: count for tier, count in sums.items() if count}
+    held = _some({tier: bill.by(lambda item: item.holder, moment, tier).get(who, 0) for tier in TIERS})
     if who in ROLES:
         counted = work is not None or (phase == "score" and who == "reward")
         does = DOES.get((phase, who), "") if counted else ""
@@ -99,6 +100,11 @@ def _cell(plan: Plan, who: str, phase: Phase) -> Cell:
     else:
         does = _shared_does(scene, who, phase, trained=who in trained_parameters(scene))
     return Cell(who, phase, does, work, held)
+
+
+def _some(held: dict[Tier, int]) -> dict[Tier, int]:
+    """Tiers on which anything is."""
+    return {tier: count for tier, count in held.items() if count}
 
 
 def _moment(plan: Plan, phase: Phase, who: str) -> Moment:
@@ -123,21 +129,19 @@ def _about(scene: Scene, who: str) -> str:
     if who == "reward" and scene.config.reward.source == "function":
         return "a Python function"
     if who == "trunk":
-        return f"{cut.trunk} of {scene.base.layers} layers, shared by all"
+        return f"{cut.trunk} of {scene.base.layers} layers"
     if who == "base":
-        return f"{cut.branch} of {scene.base.layers} layers, shared by all"
+        return f"{cut.branch} of {scene.base.layers} layers"
     if who == "reward" and scene.config.reward.source == "model" and who not in scene.models:
         return "a model of its own"
     kind = {"none": "a model", "trunk": f"{cut.branch} layers", "adapters": "adapters"}[scene.config.sharing.mode]
     kind = "a model" if who in scene.models else kind
-    return f"{kind}, {_count(own_parameters(scene, who))}"
+    return f"{kind}, {parameters(own_parameters(scene, who))}"
 
 
-def _count(parameters: int) -> str:
-    for limit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= limit:
-            return f"{parameters / limit:.3g} {name}"
-    return str(parameters)
+def parameters(count: int) -> str:
+    """A number of parameters as models are called by it: 135 M, 7 B."""
+    return quantity(count).strip().replace(" G", " B")
 
 
 def _place(scene: Scene, who: str) -> str:

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 from fourfold.config.template import toml_value
 from fourfold.diagnostics.plan_bars import lever_shown
 from fourfold.diagnostics.plan_page.elements import h
-from fourfold.diagnostics.plan_page.tables import Row, table
+from fourfold.diagnostics.plan_page.tables import NOTHING, Row, table
 from fourfold.planner.links import REACHED
 from fourfold.planner.plan import Plan
 from fourfold.planner.saved import plan_toml
@@ -20,8 +20,11 @@ from fourfold.planner.units import quantity, seconds, size
 def settings_section(plan: Plan) -> Iterator[Element]:
     """The plan as the configuration that `fourfold run` carries out."""
     if plan.scene.layout.devices > 1:
-        yield h("p", f"This plan's layout is {plan.scene.layout}, and `fourfold run` of this version works on one device: "
-                "no configuration would be this plan.", class_="muted")  # fmt: skip
+        said = (
+            f"This plan's layout is {plan.scene.layout}, and `fourfold run` of this version works on one device: no "
+            "configuration would be this plan."
+        )
+        yield h("p", said, class_="muted")
         return
     text = plan_toml(plan)
     yield h(
@@ -52,7 +55,7 @@ def _of(plan: Plan, best: Plan) -> list[Element | str]:
         time += f" ({plan.costs.step_seconds / best.costs.step_seconds - 1:+.1%})"
     changes = [h("code", change) for change in differences(best, plan)]
     spaced = [part for change in changes for part in (change, " ")]
-    return [h("td", levers, class_="why"), peak, time, h("td", spaced or "–", class_="why")]
+    return [h("td", levers, class_="why"), peak, time, h("td", spaced or NOTHING, class_="why")]
 
 
 def differences(before: Plan, after: Plan) -> list[str]:
@@ -106,7 +109,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
     )
     lengths = scene.lengths
     yield (
-        f"lengths: prompts of up to {lengths.prompt:,} and responses of up to {lengths.response:,} tokens; memory goes by "
-        f"the longest, time by the mean ({lengths.mean_prompt:,.6g} and {lengths.mean_response:,.6g})"
+        f"lengths: prompts of up to {lengths.prompt:,} and responses of up to {lengths.response:,} tokens; memory goes "
+        f"by the longest, time by the mean ({lengths.mean_prompt:,.6g} and {lengths.mean_response:,.6g})"
     )
     yield "GB are 10⁹ bytes, GiB 2³⁰; bytes are predicted, and every run prints them beside what it has measured"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from fourfold.diagnostics.plan_page.cells import Cell, Model, four_models, shared_layers
+from fourfold.diagnostics.plan_page.cells import Cell, Model, four_models, passes, shared_layers, where
 from fourfold.diagnostics.plan_page.elements import h
 from fourfold.diagnostics.plan_page.svg import arrow, drawing, line, rect, text
-from fourfold.diagnostics.plan_page.tensors import PROMPTS, Tensor, named, trunk_cache
-from fourfold.planner.bill import Phase, Tier
+from fourfold.diagnostics.plan_page.tensors import PROMPTS, Tensor, named, small, trunk_cache
+from fourfold.planner.bill import Phase
 from fourfold.planner.costs import WORKING
 from fourfold.planner.passes import Cut
 from fourfold.planner.plan import Plan
@@ -28,7 +28,7 @@ LOOP, PASSED = 66.0, 94.0  # heights of the lines above the models: new weights,
 ESTIMATED = (
     ("advantages", "GAE of rewards"),
     ("returns", "+ values"),
-    ("kl", "to the reference"),
+    ("kl", "estimator"),
     ("rewards", "scores and KL"),
 )
 
@@ -39,12 +39,12 @@ def flow_drawing(plan: Plan) -> Element:
     bottom = _row(len(models)) + len(shared) * (BAND + GAP)
     inside: list[Element] = [_frozen_pattern(), *_headers(plan), *_above(plan), *_between(plan, models)]
     for index, model in enumerate(models):
-        inside += _model(model, _row(index))
+        inside += _model(plan, model, _row(index))
     inside += _estimates(plan, len(models))
     for index, model in enumerate(shared):
         inside += _band(plan, model, _row(len(models)) + index * (BAND + GAP))
     about = " ".join(f"{phase}: {_told(models, index)}." for index, phase in enumerate(WORKING))
-    return drawing("flow", WIDTH, bottom - GAP + 2, "Four models in three phases", about, inside, class_="flow")
+    return drawing("flow", WIDTH + 2, bottom - GAP + 2, "Four models in three phases", about, inside, class_="flow")
 
 
 def _told(models: list[Model], index: int) -> str:
@@ -95,12 +95,7 @@ def _above(plan: Plan) -> Iterator[Element]:
 
 
 def _weight(plan: Plan, *tensors: Tensor) -> str:
-    return f"{tensors[0].dtype}, {_small(sum(tensor.bytes(plan.scene) for tensor in tensors))}"
-
-
-def _small(count: int) -> str:
-    """Bytes of a tensor, which are often few."""
-    return size(count) if count >= 2**20 else f"{count / 2**10:,.0f} KiB" if count >= 2**10 else f"{count} B"
+    return f"{tensors[0].dtype}, {small(sum(tensor.bytes(plan.scene) for tensor in tensors))}"
 
 
 def _between(plan: Plan, models: list[Model]) -> Iterator[Element]:
@@ -130,13 +125,13 @@ def _label(plan: Plan, x: float, y: float, tensors: list[Tensor]) -> Iterator[El
     yield text(x, y + 30, _weight(plan, *tensors), "shape")
 
 
-def _model(model: Model, y: float) -> Iterator[Element]:
-    yield from _card(model, y, ROW)
+def _model(plan: Plan, model: Model, y: float) -> Iterator[Element]:
+    yield from _card(plan, model, y, ROW)
     for cell in model.cells:
-        yield _cell(model, cell, COLUMNS[cell.phase], y)
+        yield _cell(plan, model, cell, COLUMNS[cell.phase], y)
 
 
-def _card(model: Model, y: float, height: float) -> Iterator[Element]:
+def _card(plan: Plan, model: Model, y: float, height: float) -> Iterator[Element]:
     """Who it is, whether it is trained, how large it is and where it lies."""
     yield rect(0, y, 3, height, "accent" if model.trained else "track")
     yield text(12, y + 16, model.who, "who")
@@ -144,7 +139,7 @@ def _card(model: Model, y: float, height: float) -> Iterator[Element]:
     yield text(12, y + 51, model.about, "small")
     yield text(12, y + 67, model.place, "small")
     for index, (tier, count) in enumerate(model.held.items() if height >= ROW else ()):
-        yield text(12, y + 88 + 16 * index, f"{tier} {size(count)}", "small figure")
+        yield text(12, y + 88 + 16 * index, f"≤ {size(count)} {where(plan.scene, tier)}", "small figure")
 
 
 def style_of(model: Model, cell: Cell) -> str:
@@ -156,34 +151,30 @@ def style_of(model: Model, cell: Cell) -> str:
     return "learns" if cell.work is not None and cell.work.backward_passes else "works"
 
 
-def _cell(model: Model, cell: Cell, x: float, y: float) -> Element:
+def _cell(plan: Plan, model: Model, cell: Cell, x: float, y: float) -> Element:
     style = style_of(model, cell)
     inside = [
-        h("title", _tooltip(cell)),
+        h("title", _tooltip(plan, cell)),
         rect(x, y, CELL, ROW, f"cell {style}", rx=10),
         text(x + 12, y + 24, cell.does or "idle", "does"),
     ]
-    for index, said in enumerate(cell_lines(cell)):
+    for index, said in enumerate(cell_lines(plan, cell)):
         inside.append(text(x + 12, y + 46 + 18 * index, said, "small figure"))
     return h("g", inside, class_=f"at {style}", data_role=cell.who, data_phase=cell.phase)
 
 
-def cell_lines(cell: Cell) -> list[str]:
+def cell_lines(plan: Plan, cell: Cell) -> list[str]:
     """Passes, FLOP and seconds, and the bytes that it holds meanwhile."""
     lines = []
     if cell.work is not None:
-        lines += [cell.passes, f"{quantity(cell.work.flops)}FLOP, {seconds(cell.work.seconds)}"]
-    elif not cell.idle:
+        lines += [passes(cell.work), f"{quantity(cell.work.flops)}FLOP, {seconds(cell.work.seconds)}"]
+    elif cell.who == "reward" and not cell.idle:
         lines.append("not counted by the planner")
-    return lines + [f"{size(count)} on the {_tier(tier)}" for tier, count in list(cell.held.items())[:2]]
+    return lines + [f"{size(count)} {where(plan.scene, tier)}" for tier, count in list(cell.held.items())[:2]]
 
 
-def _tier(tier: Tier) -> str:
-    return tier
-
-
-def _tooltip(cell: Cell) -> str:
-    held = ", ".join(f"{size(count)} on the {tier}" for tier, count in cell.held.items()) or "nothing"
+def _tooltip(plan: Plan, cell: Cell) -> str:
+    held = ", ".join(f"{size(count)} {where(plan.scene, tier)}" for tier, count in cell.held.items()) or "nothing"
     told = f"{cell.who} in {cell.phase}: {cell.does or 'idle'}; holds {held}"
     if cell.work is None:
         return told
@@ -199,7 +190,7 @@ def _estimates(plan: Plan, rows: int) -> Iterator[Element]:
     yield rect(ESTIMATE, TOP, ESTIMATE_WIDTH, rows * (ROW + GAP) - GAP, "estimate", rx=10)
     middle = ESTIMATE + ESTIMATE_WIDTH / 2
     for index, (name, how) in enumerate(ESTIMATED):
-        said = f"{plan.scene.config.ppo.kl_estimator} {how}" if name == "kl" else how
+        said = f"{how} {plan.scene.config.ppo.kl_estimator}" if name == "kl" else how
         yield text(middle, _middle(index) - 4, name, "name", "middle")
         yield text(middle, _middle(index) + 11, said, "tiny", "middle")
 
@@ -208,13 +199,12 @@ def _band(plan: Plan, model: Model, y: float) -> Iterator[Element]:
     """Layers that lie under several models, through all phases."""
     style = "works" if model.trained else "frozen"
     left = COLUMNS["generate"]
-    yield from _card(model, y, BAND)
+    yield from _card(plan, model, y, BAND)
     yield rect(left, y, WIDTH - left, BAND, f"cell {style}", rx=10)
     for cell in model.cells:
         x = COLUMNS[cell.phase] + 12
-        inside = [h("title", _tooltip(cell)), text(x, y + 24, cell.does, "does")]
-        lines = [line for line in cell_lines(cell) if line != "not counted by the planner"]
-        for index, said in enumerate(lines[-2:]):
+        inside = [h("title", _tooltip(plan, cell)), text(x, y + 24, cell.does, "does")]
+        for index, said in enumerate(cell_lines(plan, cell)[-2:]):
             inside.append(text(x, y + 46 + 18 * index, said, "small figure"))
         yield h("g", inside, class_=f"at {style}", data_role=cell.who, data_phase=cell.phase)
     if model.who == "trunk" and not Cut.of(plan.scene).trunk_trained:

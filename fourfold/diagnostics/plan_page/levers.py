@@ -13,6 +13,7 @@ from fourfold.planner.levers import lever
 from fourfold.planner.plan import LeverStep, Plan
 from fourfold.planner.units import seconds, size
 
+MINUS = "\N{MINUS SIGN}"
 CHANGES = {
     "exact": "the update is the same, bit for bit",
     "bounded": "the update is the same but for rounding",
@@ -26,7 +27,9 @@ def waterfall(plan: Plan) -> Element:
     scale = max(most, plan.budget if plan.budget <= FAR * most else 0) * 1.02
     items = [_step(plan, first, first, scale, 0)]
     items += [_step(plan, before, step, scale, n) for n, (before, step) in enumerate(pairwise(plan.steps), start=1)]
-    return h("ol", items, class_="levers")
+    said = "Peak memory of the device with each lever, in the order in which they were taken"
+    drawn = f"; the upright mark is the budget of {size(plan.budget)}" if plan.budget <= scale else ""
+    return h("div", h("p", f"{said}{drawn}.", class_="muted"), h("ol", items, class_="levers"))
 
 
 def _step(plan: Plan, before: LeverStep, step: LeverStep, scale: float, index: int) -> Element:
@@ -50,15 +53,11 @@ def _figures(before: LeverStep, step: LeverStep) -> Iterator[Element | str]:
         yield h("strong", size(step.peak_bytes))
         yield f" at the peak, {seconds(step.step_seconds)} a step"
         return
-    yield f"{size(before.peak_bytes)} → "
+    change = step.peak_bytes - before.peak_bytes
+    yield "" if not change else f"{size(before.peak_bytes)} → "
     yield h("strong", size(step.peak_bytes))
-    yield f" ({_change(step.peak_bytes - before.peak_bytes)}), {seconds(step.step_seconds)} a step"
-
-
-def _change(count: int) -> str:
-    if abs(count) < 2**10:
-        return "no change of the peak"
-    return f"{'+' if count > 0 else '−'}{size(abs(count))}"
+    said = "as before" if not change else f"{'+' if change > 0 else MINUS}{size(abs(change))}"
+    yield f" ({said}), {seconds(step.step_seconds)} a step"
 
 
 def _said(before: LeverStep, step: LeverStep) -> str:

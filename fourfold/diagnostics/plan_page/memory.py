@@ -31,6 +31,7 @@ class Frame:
     width: float
     height: float
     left: float
+    right: float
     top: float
     bottom: float
     bars: int
@@ -42,9 +43,14 @@ class Frame:
         return self.height - self.bottom
 
     @property
+    def end(self) -> float:
+        """Where the lines end."""
+        return self.width - self.right
+
+    @property
     def slot(self) -> float:
         """Width for a bar and the room beside it."""
-        return (self.width - self.left) / self.bars
+        return (self.width - self.left - self.right) / self.bars
 
     @property
     def bar(self) -> float:
@@ -60,9 +66,9 @@ class Frame:
         return count / self.most * (self.base - self.top)
 
 
-def unit_of(plan: Plan) -> tuple[str, int]:
-    """In which figures of a plan are given."""
-    return ("GiB", 2**30) if plan.peak[1] >= 2**30 else ("MiB", 2**20)
+def unit_of(plan: Plan, tier: Tier = "device") -> tuple[str, int]:
+    """In which figures of a tier are given."""
+    return ("GiB", 2**30) if plan.footprint.peak(tier=tier)[1] >= 2**30 else ("MiB", 2**20)
 
 
 def budget_of(plan: Plan, tier: Tier) -> int:
@@ -81,29 +87,41 @@ def memory_chart(plan: Plan, tier: Tier, by: By, *, narrow: bool = False) -> Ele
     bill, budget = plan.footprint, shown_budget(plan, tier)
     moments, (fullest, peak) = bill.moments, bill.peak(tier=tier)
     tall = tier == "device"
-    form = (344.0, 330.0 if tall else 230.0, 34.0, 30.0, 96.0) if narrow else (1140.0, 400.0, 52.0, 34.0, 64.0)
-    if not (tall or narrow):
-        form = (1140.0, 220.0, 52.0, 34.0, 64.0)
-    frame = Frame(*form, bars=len(moments), most=max(peak, budget) * 1.04)
-    inside = [*_grid(frame, *unit_of_tier(plan, tier))]
+    frame = Frame(
+        width=344.0 if narrow else 1180.0,
+        height=(340.0 if tall else 240.0) if narrow else (400.0 if tall else 240.0),
+        left=34.0 if narrow else 52.0,
+        right=0.0 if narrow else 84.0,
+        top=44.0 if narrow else 36.0,
+        bottom=96.0 if narrow else 64.0,
+        bars=len(moments),
+        most=max(peak, budget) * 1.04,
+    )
+    inside = [*_grid(frame, *unit_of(plan, tier))]
     for index, moment in enumerate(moments):
-        inside += _bar(plan, frame, index, moment, tier, by, peak=moment == fullest)
+        inside += _bar(plan, frame, index, moment, tier, by)
         inside += _under(frame, index, moment, narrow=narrow)
     if not narrow:
         inside += _phases(frame, moments)
     if budget:
-        y = frame.base - frame.length(budget)
-        inside.append(line(frame.left - 6, y, frame.width, y, "budget"))
-        inside.append(text(frame.width, y - 6, f"budget {size(budget)}", "budget-name", "end"))
+        inside += _budget(frame, budget, narrow=narrow)
+    for index, moment in enumerate(moments):
+        inside += _figures(plan, frame, index, moment, tier, peak=moment == fullest)
     name = f"memory-{tier}-{by}" + ("-narrow" if narrow else "")
     about = "; ".join(f"{moment} {size(bill.held(moment, tier))}" for moment in moments)
     title = f"Memory of the {tier} by moment and {by}, most in {fullest}: {size(peak)}"
     return drawing(name, frame.width, frame.height, title, about, inside, class_="memory")
 
 
-def unit_of_tier(plan: Plan, tier: Tier) -> tuple[str, int]:
-    """In which a tier's axis is marked."""
-    return ("GiB", 2**30) if plan.footprint.peak(tier=tier)[1] >= 2**30 else ("MiB", 2**20)
+def _budget(frame: Frame, budget: int, *, narrow: bool) -> Iterator[Element]:
+    """A line over all bars; what it is stands beside it, or above the bars where there is no room."""
+    y = frame.base - frame.length(budget)
+    yield line(frame.left - 6, y, frame.end, y, "budget", data_bytes=budget)
+    if narrow:
+        yield text(frame.width, 12, f"- - budget {size(budget)}", "budget-name", "end")
+    else:
+        yield text(frame.end + 8, y - 3, "budget", "budget-name")
+        yield text(frame.end + 8, y + 12, size(budget), "budget-name")
 
 
 def _grid(frame: Frame, unit: str, one: int) -> Iterator[Element]:
@@ -112,7 +130,7 @@ def _grid(frame: Frame, unit: str, one: int) -> Iterator[Element]:
     count = 0
     while count * step * one <= frame.most:
         y = frame.base - frame.length(count * step * one)
-        yield line(frame.left, y, frame.width, y, "grid" if count else "axis")
+        yield line(frame.left, y, frame.end, y, "grid" if count else "axis")
         yield text(frame.left - 8, y + 4, f"{count * step:,g}", "tick", "end")
         count += 1
     yield text(0, 12, unit, "tick")
@@ -124,9 +142,7 @@ def nice(rough: float) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
-def _bar(
-    plan: Plan, frame: Frame, index: int, moment: Moment, tier: Tier, by: By, *, peak: bool
-) -> Iterator[Element]:
+def _bar(plan: Plan, frame: Frame, index: int, moment: Moment, tier: Tier, by: By) -> Iterator[Element]:
     sums = plan.footprint.by(KEYS[by], moment, tier)
     held, x, y = plan.footprint.held(moment, tier), frame.x(index), frame.base
     for name in ORDER[by]:
@@ -141,9 +157,14 @@ def _bar(
     if limit and held > limit:
         over = frame.length(held - limit)
         yield rect(x - 2, frame.base - frame.length(held), frame.bar + 4, over, "over")
-    unit, one = unit_of_tier(plan, tier)
-    figure = f"{held / one:,.0f}" if held / one >= 1000 else f"{held / one:.3g}"
-    middle = x + frame.bar / 2
+
+
+def _figures(plan: Plan, frame: Frame, index: int, moment: Moment, tier: Tier, *, peak: bool) -> Iterator[Element]:
+    """The sum above a bar, and which is the fullest."""
+    held = plan.footprint.held(moment, tier)
+    shown = held / unit_of(plan, tier)[1]
+    figure = f"{shown:,.{0 if shown >= 100 else 1 if shown >= 10 else 2}f}"
+    middle, y = frame.x(index) + frame.bar / 2, frame.base - frame.length(held)
     yield text(middle, y - 7, figure, "value peak" if peak else "value", "middle")
     if peak:
         yield text(middle, y - 21, "peak", "value peak", "middle")
@@ -156,7 +177,7 @@ def _under(frame: Frame, index: int, moment: Moment, *, narrow: bool) -> Iterato
         turned.set("transform", f"rotate(-52 {x + 3:.1f} {frame.base + 13:.1f})")
         yield turned
     else:
-        yield text(x, frame.base + 18, moment.role or "all", "tick", "middle")
+        yield text(x, frame.base + 18, moment.role, "tick", "middle")
 
 
 def _phases(frame: Frame, moments: tuple[Moment, ...]) -> Iterator[Element]:

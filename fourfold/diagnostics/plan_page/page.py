@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.plan_bars import lever_shown
+from fourfold.diagnostics.plan_page.cells import parameters, where
 from fourfold.diagnostics.plan_page.choices import alternatives_section, ground_section, settings_section
 from fourfold.diagnostics.plan_page.elements import Child, h, serialised
 from fourfold.diagnostics.plan_page.levers import waterfall
@@ -25,16 +27,16 @@ def plan_page(plans: Sequence[Plan], notes: Sequence[str] = (), helps: Sequence[
     `notes` say where figures are from, `helps` what would make it fit where nothing does, `model` what is planned.
     """
     plan = plans[0]
-    where = plan.scene.cluster.device.name
+    device = plan.scene.cluster.device.name
     if plan.scene.layout.devices > 1:
-        where = f"{plan.scene.layout.devices} x {where}"
-    title = f"{model} on {where}" if model else where
+        device = f"{plan.scene.layout.devices} x {device}"
+    title = f"{model} on {device}" if model else device
     body = [_header(plan, title, helps), h("main", _sections(plans, notes)), _footer()]
     return serialised(h("html", _head(title), h("body", body, h("script", _file("page.js"))), lang="en"))
 
 
 def _file(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return files(__name__.rpartition(".")[0]).joinpath(name).read_text(encoding="utf-8")
 
 
 def _head(title: str) -> Element:
@@ -49,12 +51,12 @@ def _head(title: str) -> Element:
 
 
 def _header(plan: Plan, title: str, helps: Sequence[Remedy]) -> Element:
-    verdict = "Fits" if plan.fits else "Does not fit"
+    verdict, style = ("Fits", "fits") if plan.fits else ("Does not fit", "lacks")
     return h(
         "header",
         h("p", "Fourfold plan", class_="eyebrow"),
         h("h1", title),
-        h("p", h("span", verdict, class_="badge fits" if plan.fits else "badge lacks"), " ", _verdict(plan), class_="verdict"),
+        h("p", h("span", verdict, class_=f"badge {style}"), " ", _verdict(plan), class_="verdict"),
         h("dl", [_tile(*each) for each in _tiles(plan)], class_="tiles"),
         _remedies(helps) if helps else None,
     )  # fmt: skip
@@ -63,9 +65,8 @@ def _header(plan: Plan, title: str, helps: Sequence[Remedy]) -> Element:
 def _verdict(plan: Plan) -> str:
     if not plan.fits:
         return shortage(plan).removeprefix("does not fit: ")
-    count = len(plan.steps) - 1
-    levers = {0: "with the settings as given", 1: "with one lever"}.get(count, f"with {count} levers")
-    return f"{levers}, with {size(plan.budget - plan.peak[1])} to spare on the device."
+    levers = ", ".join(lever_shown(step) for step in plan.steps[1:]) or "the settings as given"
+    return f"with {levers}; {size(plan.budget - plan.peak[1])} to spare {where(plan.scene, 'device')}."
 
 
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, Element | None]]:
@@ -82,7 +83,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, Element | None]]:
     yield "One PPO step", seconds(costs.step_seconds), f"{rows} responses, {rate:,.3g} tokens a second", None
     yield "FLOP of a step", f"{quantity(costs.flops)}FLOP", f"MFU {costs.utilisation:.1%}", None
     trained = sum(trained_parameters(scene).values())
-    yield "Trained", f"{quantity(trained).strip()}", f"parameters, of actor and critic; sharing: {scene.config.sharing.mode}", None
+    yield "Trained", parameters(trained), f"parameters, of actor and critic; sharing: {scene.config.sharing.mode}", None
     host = plan.footprint.peak(tier="host")[1]
     if host:
         limit = f"of {size(plan.host_budget)} a device" if plan.host_budget else "a device"
@@ -98,7 +99,7 @@ def _tile(name: str, figure: str, said: str, more: Element | None) -> Element:
 
 def _remedies(helps: Sequence[Remedy]) -> Element:
     items = [
-        h("li", h("code", each.text), " ", "it fits" if not each.missing else f"{size(each.missing)} still missing")
+        h("li", h("code", each.text), ": ", "it fits" if not each.missing else f"{size(each.missing)} still missing")
         for each in helps
     ]
     return h("section", h("h2", "What would help, each alone"), h("ul", items), class_="remedies")
@@ -125,4 +126,6 @@ def _section(name: str, title: str, content: Iterable[Child]) -> Element:
 
 
 def _footer() -> Element:
-    return h("footer", h("p", "Made by `fourfold plan --page`. Figures are predictions; docs/planner.md has the equations."))
+    return h(
+        "footer", h("p", "Made by `fourfold plan --page`. Figures are predictions; docs/planner.md has the equations.")
+    )

@@ -10,7 +10,7 @@ from fourfold.diagnostics.plan_page.cells import Model, four_models, shared_laye
 from fourfold.diagnostics.plan_page.elements import h
 from fourfold.diagnostics.plan_page.flow import cell_lines, flow_drawing, style_of
 from fourfold.diagnostics.plan_page.memory import KEYS, ORDER, By, budget_of, memory_chart, shown_budget
-from fourfold.diagnostics.plan_page.tensors import BATCH, Tensor, dimensions, trunk_cache
+from fourfold.diagnostics.plan_page.tensors import BATCH, Tensor, dimensions, small, trunk_cache
 from fourfold.planner.bill import Tier
 from fourfold.planner.costs import WORKING
 from fourfold.planner.passes import Cut
@@ -46,15 +46,15 @@ def _words(plan: Plan) -> Iterator[Element]:
         yield h(
             "section",
             h("h3", phase, " ", h("span", seconds(plan.costs.seconds.get(phase, 0.0)), class_="figure")),
-            h("ul", [_card(model, index) for model in models], class_="cells"),
+            h("ul", [_card(plan, model, index) for model in models], class_="cells"),
             h("p", "makes" if phase != "learn" else "learns from", class_="makes"),
             h("ul", [_tensor(plan, tensor) for tensor in tensors], class_="tensors"),
         )
 
 
-def _card(model: Model, index: int) -> Element:
+def _card(plan: Plan, model: Model, index: int) -> Element:
     cell = model.cells[index]
-    lines = [h("span", said) for said in cell_lines(cell)]
+    lines = [h("span", said) for said in cell_lines(plan, cell)]
     kind = "trained" if model.trained else "frozen"
     return h(
         "li", h("b", model.who), " ", h("em", kind), h("strong", cell.does or "idle"), lines,
@@ -63,8 +63,7 @@ def _card(model: Model, index: int) -> Element:
 
 
 def _tensor(plan: Plan, tensor: Tensor) -> Element:
-    count = tensor.bytes(plan.scene)
-    said = f"{tensor.numbers(plan.scene)} {tensor.dtype}, {size(count) if count >= 2**17 else f'{count:,} B'}"
+    said = f"{tensor.numbers(plan.scene)} {tensor.weight(plan.scene)}"
     return h("li", h("code", tensor.name), " ", h("span", tensor.shape), " ", h("small", said))
 
 
@@ -75,7 +74,10 @@ def memory_section(plan: Plan) -> Iterator[Element]:
     yield h("input", type="radio", name="by", id="by-holder")
     yield h("label", "by holder", for_="by-holder")
     for tier, name in TIER_NAMES.items():
-        if plan.footprint.peak(tier=tier)[1]:
+        held = plan.footprint.peak(tier=tier)[1]
+        if {item.kind for item in plan.footprint.items if item.tier == tier and item.bytes} == {"framework"}:
+            yield h("p", f"{name}: {size(held)} in every moment, of interpreter and libraries alone.", class_="muted")
+        elif held:
             yield h("h3", "Memory" if tier == "device" and plan.scene.on_cpu else name)
             yield from _charts(plan, tier)
 
@@ -99,7 +101,8 @@ def _legend(plan: Plan, tier: Tier, by: By) -> Element:
     sums = bill.by(KEYS[by], bill.peak(tier=tier)[0], tier)
     ever = {KEYS[by](item) for item in bill.items if item.tier == tier and item.bytes}
     items = [
-        h("li", h("i", class_=f"swatch {by}-{name.replace(' ', '-')}"), f"{name} ", h("b", size(sums.get(name, 0))))
+        h("li", h("i", class_=f"swatch {by}-{name.replace(' ', '-')}"), f"{name} ",
+          h("b", small(sums[name])) if name in sums else None)
         for name in ORDER[by] if name in ever
     ]  # fmt: skip
-    return h("ul", items, class_="legend", aria_label="at the peak")
+    return h("ul", h("li", "at the peak:"), items, class_="legend")

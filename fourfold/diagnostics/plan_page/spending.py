@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.plan_page.cells import passes
 from fourfold.diagnostics.plan_page.elements import h
 from fourfold.diagnostics.plan_page.svg import rect, strip
 from fourfold.diagnostics.plan_page.tables import Row, table
+from fourfold.planner.bill import Phase
 from fourfold.planner.plan import Plan
 from fourfold.planner.units import quantity, seconds
 from fourfold.planner.work import Costs, Work
@@ -34,7 +36,7 @@ def _step_bar(costs: Costs) -> Iterator[Element]:
         x += width
 
 
-def _legend(costs: Costs, phase: str) -> Element:
+def _legend(costs: Costs, phase: Phase) -> Element:
     value = costs.seconds[phase]
     share = f"{seconds(value)}, {value / costs.step_seconds:.0%}"
     return h("li", h("i", class_=f"swatch phase-{phase}"), f"{phase} ", h("b", share))
@@ -61,9 +63,7 @@ def _each(plan: Plan) -> str:
 
 
 def _of(work: Work) -> list[str]:
-    forward, backward = f"{work.forward_passes:g} forward", f"{work.backward_passes:g} backward"
-    passes = f"{forward}, {backward}" if work.backward_passes else forward
-    return [passes, f"{work.tokens:,}", quantity(work.flops).strip(), f"{quantity(work.bytes_read)}B"]
+    return [passes(work), f"{work.tokens:,}", quantity(work.flops).strip(), f"{quantity(work.bytes_read)}B"]
 
 
 def _measure(share: float, said: str) -> Element:

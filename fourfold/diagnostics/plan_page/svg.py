@@ -54,9 +54,9 @@ def rect(x: float, y: float, width: float, height: float, class_: str, *inside: 
     return h("rect", *inside, x=x, y=y, width=width, height=height, class_=class_, **more)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, class_: str, *inside: Child) -> Element:
+def line(x1: float, y1: float, x2: float, y2: float, class_: str, **more: float) -> Element:
     """A straight line."""
-    return h("line", *inside, x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+    return h("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_, **more)
 
 
 def arrow(points: Sequence[Point], class_: str = "arrow", *, head: bool = True, radius: float = 8) -> list[Element]:
@@ -72,7 +72,9 @@ def arrow(points: Sequence[Point], class_: str = "arrow", *, head: bool = True, 
             (x - dx * HEAD - dy * wing, y - dy * HEAD - dx * wing),
             (x - dx * HEAD + dy * wing, y - dy * HEAD + dx * wing),
         )
-        made.append(h("polygon", points=" ".join(f"{number(a)},{number(b)}" for a, b in corners), class_=f"{class_} head"))
+        made.append(
+            h("polygon", points=" ".join(f"{number(a)},{number(b)}" for a, b in corners), class_=f"{class_} head")
+        )
     return made
 
 

@@ -13,6 +13,9 @@ from fourfold.planner.plan import Plan
 from fourfold.planner.units import size
 
 
+NOTHING = "\N{EN DASH}"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A line: its name, and its cells."""
@@ -25,7 +28,11 @@ class Row:
 def table(caption: str, heads: Sequence[str], rows: Sequence[Row], class_: str = "") -> Element:
     """A table in a box of its own, which scrolls where the page is narrower."""
     first, *others = heads
-    head = h("tr", h("th", first, scope="col"), [h("th", each, scope="col") for each in others])
+    texts = [_is_text(cell) for cell in rows[0].cells]
+    columns = [
+        h("th", each, scope="col", class_="why" if left else None) for each, left in zip(others, texts, strict=True)
+    ]
+    head = h("tr", h("th", first, scope="col"), columns)
     body = [
         h("tr", h("th", row.name, scope="row"), [cell if _is_cell(cell) else h("td", cell) for cell in row.cells],
           class_=row.class_)
@@ -36,7 +43,12 @@ def table(caption: str, heads: Sequence[str], rows: Sequence[Row], class_: str =
 
 
 def _is_cell(cell: Child) -> bool:
-    return not isinstance(cell, str) and cell is not None and cell.tag == "td"
+    return isinstance(cell, Element) and cell.tag == "td"
+
+
+def _is_text(cell: Child) -> bool:
+    """Whether a cell is read from the left, rather than compared with those below it."""
+    return isinstance(cell, Element) and cell.get("class") == "why"
 
 
 def bytes_section(plan: Plan) -> Iterator[Element]:
@@ -74,7 +86,7 @@ def _grid(
 
 
 def _shaded(value: int, most: int, one: int) -> Element:
-    said = f"{value / one:,.2f}" if round(value / one, 2) else "–" if not value else "<0.01"
+    said = f"{value / one:,.2f}" if round(value / one, 2) else NOTHING if not value else "<0.01"
     return h("td", said, style=f"--share:{value / most:.3f}", title=f"{value:,} bytes")
 
 

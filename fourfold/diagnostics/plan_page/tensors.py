@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.planner.bill import Phase
 from fourfold.planner.scene import Scene
+from fourfold.planner.units import size
 
 Dim = Literal["rollout", "prompt", "response", "prompt+response", "hidden"]
 Dtype = Literal["int64", "bool", "float32", "bfloat16", "float16"]
@@ -38,12 +40,18 @@ class Tensor:
         """Its dimensions in numbers, for people."""
         return f"[{', '.join(map(str, self.sizes(scene)))}]"
 
+    def weight(self, scene: Scene) -> str:
+        """Its type, and what it takes in words."""
+        return f"{self.dtype}, {small(self.bytes(scene))}"
+
     def bytes(self, scene: Scene) -> int:
         """What it takes."""
-        count = BYTES[self.dtype]
-        for size in self.sizes(scene):
-            count *= size
-        return count
+        return BYTES[self.dtype] * math.prod(self.sizes(scene))
+
+
+def small(count: int) -> str:
+    """Bytes of a tensor, which are often few."""
+    return size(count) if count >= 2**20 else f"{count / 2**10:,.3g} KiB" if count >= 2**10 else f"{count} B"
 
 
 def dimensions(scene: Scene) -> dict[Dim, int]:
