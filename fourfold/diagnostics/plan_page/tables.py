@@ -12,7 +12,6 @@ from fourfold.planner.bill import HOLDERS, KINDS, Moment
 from fourfold.planner.plan import Plan
 from fourfold.planner.units import size
 
-
 NOTHING = "\N{EN DASH}"
 
 
