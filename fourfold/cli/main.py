@@ -27,7 +27,7 @@ COMMANDS = {
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",
-    "bench": "measure what a lever does to a run's own models, such as weights in fewer bits",
+    "bench": "measure what weights in fewer bits do to a run's models, or what this machine can do",
 }
 
 

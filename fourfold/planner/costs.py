@@ -10,7 +10,16 @@ from fourfold.planner.holding import elsewhere, residency, trained_parameters
 from fourfold.planner.links import Busy
 from fourfold.planner.passes import Pass, passes
 from fourfold.planner.scene import Scene
-from fourfold.planner.timing import NOTHING, SHARES, Seconds, decoding_steps, pass_seconds, peak_flops, step_seconds
+from fourfold.planner.timing import (
+    NOTHING,
+    SHARES,
+    Seconds,
+    decoding_steps,
+    pass_seconds,
+    peak_flops,
+    reached_flops,
+    step_seconds,
+)
 from fourfold.planner.traffic import FROZEN, flows, optimizer_steps
 from fourfold.planner.work import Costs, Flow, Work
 
@@ -94,8 +103,7 @@ def _beside_sampling(scene: Scene, work: Iterable[Work]) -> dict[str, float]:
         return {}
     device, early = scene.cluster.device, (batches - 1) / batches
     sampling = [each for each in work if each.moment.phase == "generate"]
-    reached = peak_flops(device, scene.compute) * SHARES[device.kind].of(scene.compute, few_rows=True)
-    products = sum(each.flops for each in sampling) / reached
+    products = sum(each.flops for each in sampling) / reached_flops(device, scene.compute, few_rows=True)
     room = {True: early * sum(each.seconds for each in sampling)}
     room[False] = max(room[True] - early * products, 0.0) if SHARES[device.kind].queues else 0.0
     hidden: dict[str, float] = {}

@@ -76,7 +76,7 @@ def below(scene: Scene) -> Road:
     node = scene.cluster.node
     if scene.on_cpu:
         return Road("disk", node.disk_bandwidth or UNKNOWN["disk"])
-    return Road("pcie", REACHED * (node.device.pcie or UNKNOWN["pcie"]))
+    return Road("pcie", (1.0 if node.device.measured else REACHED) * (node.device.pcie or UNKNOWN["pcie"]))
 
 
 def to_a_service(scene: Scene) -> Road:

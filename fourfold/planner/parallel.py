@@ -8,7 +8,7 @@ What divides what (d data, t tensor, p pipeline, c context, e expert):
   1 and 2, two layers at a time in stage 3, and whole while it samples;
 * tensor: matrices of decoder layers and an untied head, keys and values up to the number of KV heads, and of
   activations what lies inside attention and MLP (Korthikanti et al. 2022, equation 2). Embedding and norms stay whole;
-  Casts of weights and other temporary tensors of a role are taken to be divided as its weights are;
+  casts of weights and other temporary tensors of a role are taken to be divided as its weights are;
 * pipeline: layers. The first stage has the embedding and as many micro-batches in flight as there are stages
   (Narayanan et al. 2021, section 2.2), the last the head and its logits: the fuller of the two is the answer;
 * context: tokens of a row: activations, keys and values, cached activations;

@@ -38,8 +38,8 @@ def shortage(plan: Plan) -> str:
     if over <= 0:
         host, most = plan.footprint.peak(tier="host")
         return (
-            f"does not fit: in {host} host memory would hold {size(most)}, {size(most - plan.host_budget)} more than the "
-            f"budget of {size(plan.host_budget)}"
+            f"does not fit: in {host} host memory would hold {size(most)}, {size(most - plan.host_budget)} more than "
+            f"the budget of {size(plan.host_budget)}"
         )
     largest = plan.footprint.by(lambda item: f"{item.kind} of the {item.holder}", moment)
     names = sorted(largest, key=lambda name: -largest[name])[:3]

@@ -20,14 +20,14 @@ def plan_toml(plan: Plan) -> str:
     """
     if plan.scene.layout.devices > 1:
         raise ValueError(
-            f"the plan's layout is {plan.scene.layout}, and `fourfold run` of this version works on one device, so that "
-            "no configuration would be this plan; try --hardware with one device, such as a100-80"
+            f"the plan's layout is {plan.scene.layout}, and `fourfold run` of this version works on one device, so "
+            "that no configuration would be this plan; try --hardware with one device, such as a100-80"
         )
     config = plan.scene.config
     moment, peak = plan.peak
     about = (
-        f"Planned for {plan.scene.cluster.device.name}: {size(peak)} of {size(plan.budget)} at most (in {moment}), about "
-        f"{seconds(plan.costs.step_seconds)} a PPO step. Start it with: fourfold run THIS_FILE"
+        f"Planned for {plan.scene.cluster.device.name}: {size(peak)} of {size(plan.budget)} at most (in {moment}), "
+        f"about {seconds(plan.costs.step_seconds)} a PPO step. Start it with: fourfold run THIS_FILE"
     )
     reasons = {key: f"{step.lever}: {step.reason}" for step in plan.steps[1:] for key in step.settings}
     tree = config.model_dump(mode="json", exclude_defaults=True)

@@ -84,12 +84,11 @@ def _best(
     best = None
     for start in starts:
         fastest = None
-        for layout in layouts:
-            root = candidates.get(start, layout)
-            if root is not None:
-                branching = Branching(candidates, root, layout, best, fastest)
-                best = branching.run(fixed, levers)
-                fastest = branching.fastest
+        roots = [root for layout in layouts if (root := candidates.get(start, layout)) is not None]
+        for root in sorted(roots, key=lambda root: root.rank):  # with the fastest first, most others are soon beaten
+            branching = Branching(candidates, root, root.scene.layout, best, fastest)
+            best = branching.run(fixed, levers)
+            fastest = branching.fastest
     return best
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fourfold.planner.compute import forward_flops
+from fourfold.planner.hardware.devices import CPUS
 from fourfold.planner.hardware.machine import Device
 from fourfold.planner.holding import compute_type, elsewhere, residency, touched, trained_parameters
 from fourfold.planner.passes import Pass
@@ -22,34 +23,39 @@ from fourfold.planner.work import Bound
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What real work reaches of a device's rates, and what a layer's call costs before it computes."""
+    """What real work reaches of the rates of large products and copies, and what calling a layer costs before that.
+
+    `published` is what these reach of the rates that makers give, products first.
+    """
 
     products: Mapping[str, float]  # of FLOP/s, in whole passes, by the type of the inputs; "": of all others
     decoding: Mapping[str, float]  # the same with the few rows of a decoding step
     bandwidth: float
+    published: tuple[float, float]
     layer_seconds: float
     queues: bool  # calls return before their work is done
 
-    def of(self, dtype: str, *, few_rows: bool) -> float:
-        """Of FLOP/s in products of a type."""
-        shares = self.decoding if few_rows else self.products
-        return shares.get(dtype, shares[""])
-
 
 SHARES: Mapping[str, Shares] = {
-    # Products: 44 to 52 % of an A100's peak in training GPT of 1.7 to 1,008 billion parameters (Narayanan et al. 2021,
-    # "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", table 1). Bandwidth: gpt-fast
-    # decodes Llama-2-7B at 1,397 of the A100-80G's 2,039 GB/s (its README, "Benchmarks"). Calls: eager PyTorch decodes
-    # it at 25.5 tokens/s (PyTorch blog of 2023-11-30, "Accelerating Generative AI with PyTorch II"): 39 ms, 32 layers.
-    "cuda": Shares({"": 0.5}, {"": 0.5}, bandwidth=0.68, layer_seconds=1.2e-3, queues=True),
-    # Bandwidth: gpt-fast's README, 1,029 of the 1,638 GB/s of an MI250X's die. Products: as CUDA's, times what large
-    # products reach of the published rate beside an H100's (620 of 1,307 and 720 of 989 TFLOP/s; SemiAnalysis,
-    # "MI300X vs H100 vs H200 Benchmark Part 1", December 2024).
-    "rocm": Shares({"": 0.33}, {"": 0.33}, bandwidth=0.63, layer_seconds=1.2e-3, queues=True),
-    # Measured on AMD EPYC cores with AVX512-BF16, of the rates of 1024 x 1024 products and of copies there; decoding
-    # from the seconds of whole steps (docs/log.md, 2026-11-30, "What a CPU reaches of its rates").
+    # Large products: 720 of an H100's 989 TFLOP/s (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1", December
+    # 2024); copies: 1,700 of an A100-80G's 2,039 GB/s (gpt-fast's README). Of these passes reach 0.68, half of an
+    # A100's published rate: 44 to 52 % in training GPT of 1.7 to 1,008 billion parameters (Narayanan et al. 2021,
+    # "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", table 1). Decoding has 0.82:
+    # gpt-fast moves 1,397 GB/s with Llama-2-7B. Calls: eager PyTorch decodes that at 25.5 tokens/s (PyTorch blog of
+    # 2023-11-30, "Accelerating Generative AI with PyTorch II"): 39 ms for 32 layers.
+    "cuda": Shares({"": 0.68}, {"": 0.68}, 0.82, published=(0.73, 0.83), layer_seconds=1.2e-3, queues=True),
+    # Large products: 620 of an MI300X's 1,307 TFLOP/s (SemiAnalysis, as above); gpt-fast moves 1,029 of the 1,638 GB/s
+    # of an MI250X's die, 0.76 of what its copies are taken to reach. The rest as on CUDA.
+    "rocm": Shares({"": 0.68}, {"": 0.68}, 0.76, published=(0.47, 0.83), layer_seconds=1.2e-3, queues=True),
+    # Measured on AMD EPYC cores with AVX512-BF16, decoding from the seconds of whole steps (docs/log.md, 2026-11-30,
+    # "What a CPU reaches of its rates"). What large products and copies reach of published rates is taken to be 0.8.
     "cpu": Shares(
-        {"float32": 0.8, "": 0.5}, {"float32": 0.35, "": 0.15}, bandwidth=0.5, layer_seconds=0.25e-3, queues=False
+        {"float32": 0.8, "": 0.5},
+        {"float32": 0.35, "": 0.15},
+        0.5,
+        published=(0.8, 0.8),
+        layer_seconds=0.25e-3,
+        queues=False,
     ),
 }
 # A type without instructions: on such a CPU bfloat16 ran at 6 GFLOP/s, float32 at 39 (docs/log.md, 2026-11-29).
@@ -60,13 +66,10 @@ LAYER_NUMBERS = 17
 # A token's keys and values are read by attention, and moved once when the cache grows (transformers' DynamicCache).
 CACHE_TOUCHES = 3
 # bitsandbytes' 8-bit AdamW on a CPU: 30.3 against 21.5 s an update of 1.08e9 steps of one parameter
-# (benchmarks/results, levers of 2026-11-30).
+# (the lever benchmark of 2026-11-30, at commit c89bb1c).
 CPU_8BIT_SECONDS = 8.2e-9
-# A server's processor below a GPU, for roles on "cpu" and Adam on the host: one AMD EPYC 7763 (datasheet: 64 cores,
-# 2.45 GHz, 8 channels of DDR4-3200; 32 float32 operations a cycle of Zen 3's two 256-bit FMA units).
-HOST = Device(
-    name="host", kind="cpu", memory=0, bandwidth=204.8e9, flops={"float32": 64 * 2.45e9 * 32}, source="AMD EPYC 7763"
-)
+# A server's processor below a GPU, for roles on "cpu" and Adam on the host.
+HOST = CPUS["epyc-7763"]
 
 
 class Seconds(NamedTuple):
@@ -95,15 +98,23 @@ def roofline(
 ) -> Seconds:
     """A stretch of `flops` in products of `dtype`, `moved` bytes of device memory and `layers` calls of a layer."""
     shares = SHARES[device.kind]
-    compute = flops / (peak_flops(device, dtype) * shares.of(dtype, few_rows=few_rows))
-    memory = moved / (device.bandwidth * shares.bandwidth)
+    compute = flops / reached_flops(device, dtype, few_rows=few_rows)
+    memory = moved / (device.bandwidth * shares.bandwidth * (1.0 if device.measured else shares.published[1]))
     calls = layers * shares.layer_seconds
     busy = max(compute, memory)
     return Seconds(compute, memory, calls, max(busy, calls) if shares.queues else busy + calls)
 
 
+def reached_flops(device: Device, dtype: str, *, few_rows: bool = False) -> float:
+    """FLOP/s of real work in products of a type."""
+    shares = SHARES[device.kind]
+    by_type = shares.decoding if few_rows else shares.products
+    share = by_type.get(dtype, by_type[""]) * (1.0 if device.measured else shares.published[0])
+    return share * peak_flops(device, dtype)
+
+
 def peak_flops(device: Device, dtype: str) -> float:
-    """FLOP/s of products of a type; without instructions for it a part of float32's."""
+    """FLOP/s of products of a type as they are given; without instructions for it a part of float32's."""
     return device.flops.get(dtype) or EMULATED * device.flops["float32"]
 
 

@@ -70,8 +70,8 @@ def _plan(config: RunConfig, say: Callable[[str], None]) -> Plan:
     cluster = ensure_measured(say)
     if (cluster.device.kind == "cpu") != (device_of(config).type == "cpu"):
         raise ValueError(
-            f"memory.levers: given {config.memory.levers!r} beside system.device = {config.system.device!r}, but plans are "
-            f'for the measured {cluster.device.name}; set system.device = "auto", or memory.levers = "given"'
+            f"memory.levers: given {config.memory.levers!r} beside system.device = {config.system.device!r}, but plans "
+            f'are for the measured {cluster.device.name}; set system.device = "auto", or memory.levers = "given"'
         )
     resolved = _resolved(config)
     scene = Scene(resolved, architectures_of(config)[0], cluster, lengths_of(config))

@@ -31,7 +31,10 @@ def scene(
     padded: bool = False,
     device: Device = CPU,
 ) -> Scene:
-    """PPO with a trained reward model, four separate models in float32; `overrides` as `--set` takes them."""
+    """PPO with a trained reward model, four separate models in float32; `overrides` as `--set` takes them.
+
+    Branches have 2 layers and adapters rank 4 unless they say otherwise.
+    """
     tree: dict[str, Any] = {
         "output": "unused",
         "stages": ["ppo"],
@@ -44,5 +47,10 @@ def scene(
     }
     for override in overrides:
         apply_override(tree, override)
+    # A setting that would be ignored is refused.
+    small = {"trunk": ("trunk", "branch_layers", 2), "adapters": ("adapters", "rank", 4)}
+    if tree["sharing"]["mode"] in small:
+        section, key, value = small[tree["sharing"]["mode"]]
+        tree[section] = {key: value} | tree.get(section, {})
     lengths = Lengths(prompt, response, prompt - padded, response)
     return Scene(parse_config(tree, "a test"), {"base": model or architecture()}, Cluster(Node(device)), lengths)

@@ -108,13 +108,13 @@ def test_four_models_of_7b_on_an_a100_of_80_gb_with_states_below_it() -> None:
 
 def test_7b_in_full_takes_a_node_of_eight() -> None:
     """Actor and critic of 112 GB each and two frozen ones: more than two cards hold, and ZeRO-2 on eight does."""
-    whole = peak(LLAMA_2_7B, lengths=Lengths.longest(256, 256), **AGAIN, **FEW | {"sharing__mode": "none"})
-    assert whole > 2 * 80
-    spread = FEW | {"sharing__mode": "none"} | AGAIN
-    assert peak(LLAMA_2_7B, lengths=Lengths.longest(256, 256), layout=Layout(data=8, zero=2), **spread) < 80
+    short = Lengths.longest(256, 256)
+    full: dict[str, Any] = FEW | {"sharing__mode": "none"} | AGAIN
+    assert peak(LLAMA_2_7B, lengths=short, **full) > 2 * 80
+    assert peak(LLAMA_2_7B, lengths=short, layout=Layout(data=8, zero=2), **full) < 80
 
 
 def test_zero_stages_need_less_and_less() -> None:
-    spread = FEW | {"sharing__mode": "none"} | AGAIN
+    spread: dict[str, Any] = FEW | {"sharing__mode": "none"} | AGAIN
     peaks = [peak(LLAMA_2_7B, layout=Layout(data=8, zero=zero), **spread) for zero in (0, 1, 2, 3)]  # type: ignore[arg-type]
     assert peaks == sorted(peaks, reverse=True) and peaks[3] < 0.4 * peaks[0]

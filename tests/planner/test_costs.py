@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fourfold.planner.bill import Footprint, Moment
 from fourfold.planner.costs import costs
 from fourfold.planner.layout import Layout
+from fourfold.planner.levers import LEVERS, Lever
 from fourfold.planner.passes import passes
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.timing import CACHE_TOUCHES, HOST, SHARES, roofline
@@ -18,7 +20,7 @@ from planner.scenes import A100, CPU, LLAMA_2_7B, MIXTRAL_8X7B, cluster, scene
 
 EMPTY = Footprint(())
 SEVEN = LLAMA_2_7B.parameters()
-PLAIN = replace(A100, flops={"bfloat16": 2e12, "float32": 1e12}, bandwidth=1e9 / 0.68)
+PLAIN = replace(A100, flops={"bfloat16": 1e12 / 0.68, "float32": 1e12}, bandwidth=1e9 / 0.82, source="measured here")
 
 
 def of(one: Scene) -> Costs:
@@ -37,6 +39,14 @@ def test_the_slower_of_products_memory_and_calls_is_what_a_gpu_waits_for() -> No
     assert roofline(PLAIN, "bfloat16", 1e9, 1e6, 100).total == pytest.approx(0.12)
 
 
+def test_a_measured_machine_reached_what_is_left_of_a_published_rate() -> None:
+    """0.68 of 100 GFLOP/s that were measured, 0.73 of that of what a maker gives."""
+    rates = {"float32": 100e9}
+    published, measured = (replace(A100, flops=rates, source=source) for source in ("datasheet", "measured"))
+    assert roofline(measured, "float32", 68e9, 0.0, 0).total == pytest.approx(1.0)
+    assert roofline(published, "float32", 68e9, 0.0, 0).total == pytest.approx(1 / 0.73)
+
+
 def test_a_cpu_makes_its_calls_first() -> None:
     found = roofline(CPU, "float32", 160e9, 0.0, 1000)
     assert found.total == pytest.approx(1.0 + 0.25)
@@ -51,9 +61,9 @@ def test_scoring_waits_for_products_and_decoding_for_memory_or_calls() -> None:
 
 
 def test_a_scoring_pass_by_hand() -> None:
-    """FLOPs over half of the peak."""
+    """FLOPs over half of the peak: 0.73 that large products reach, and 0.68 of that."""
     flops = next(p.flops for p in passes(scene()) if p.role == "reward")
-    assert work_of(of(scene()), "score", "reward").seconds == pytest.approx(flops / (0.5 * 312e12))
+    assert work_of(of(scene()), "score", "reward").seconds == pytest.approx(flops / (0.68 * 0.73 * 312e12))
 
 
 def test_decoding_reads_every_weight_for_every_token() -> None:
@@ -64,7 +74,7 @@ def test_decoding_reads_every_weight_for_every_token() -> None:
     decode = next(p for p in passes(one) if p.decodes)
     read = (SEVEN - 32000 * 4096) * 2  # all but the embedding, of which one line is read
     cached = CACHE_TOUCHES * 32 * 2 * 4096 * 2 * (204 * 205 / 2 - 5 * 6 / 2)
-    memory = 0.68 * 2039e9
+    memory = 0.82 * 0.83 * 2039e9
     compiled = {"cuda": replace(SHARES["cuda"], layer_seconds=0.0)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fourfold.planner.timing.SHARES", compiled)
@@ -111,7 +121,7 @@ def test_an_optimizer_step_moves_gradients_weights_and_moments() -> None:
     narrow = work_of(of(scene(ppo__optimizer="adamw_8bit", **settings)), "learn", "actor")
     assert clipped.bytes_read - base.bytes_read == pytest.approx(12 * SEVEN)
     assert base.bytes_read - narrow.bytes_read == pytest.approx(12 * SEVEN)
-    assert clipped.seconds - base.seconds == pytest.approx(12 * SEVEN / (0.68 * 2039e9))
+    assert clipped.seconds - base.seconds == pytest.approx(12 * SEVEN / (0.82 * 0.83 * 2039e9))
 
 
 def test_utilisation_is_flops_over_what_the_device_could_have_done() -> None:
@@ -141,8 +151,7 @@ def test_a_role_on_the_host_is_slow_and_hidden_only_as_long_as_sampling_lasts() 
     settings: dict[str, Any] = {"reference__residency": "cpu", "system__device": "cuda"}
     plain = of(scene(**settings))
     reference = work_of(plain, "score", "reference")
-    share = SHARES["cpu"].products["float32"]
-    assert reference.seconds > reference.flops / (share * HOST.flops["float32"])
+    assert reference.seconds > reference.flops / (0.8 * 0.8 * HOST.flops["float32"])
     ahead = of(scene(**settings, **OVERLAP))
     generate = sum(each.seconds for each in ahead.work if each.moment.phase == "generate")
     assert ahead.hidden <= 2 * 0.75 * generate
@@ -175,3 +184,20 @@ def test_a_pipeline_of_few_micro_batches_waits_in_its_bubble() -> None:
 def test_a_layout_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="try tensor = 8"):
         of(scene(where=cluster(8, 2), layout=Layout(tensor=16)))
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda each: each.name)
+def test_every_lever_has_costs(lever: Lever) -> None:
+    """On a GPU and on a CPU: seconds that are finite, and a utilisation that no device exceeds."""
+    given = {"precision.compute": "float32", **lever.baseline, **lever.settings}
+    settings: dict[str, Any] = {key.replace(".", "__"): value for key, value in given.items()}
+    sizes = dict.fromkeys(("rollout", "mini", "micro"), 4)
+    settings |= {f"ppo__{name}_batch_size": size for name, size in sizes.items()} | {
+        key: value for key, value in settings.items() if key == "ppo__micro_batch_size"
+    }
+    if "service" in lever.name:
+        settings["service__url"] = "http://127.0.0.1:1"
+    for device in (A100, CPU):
+        found = of(scene(where=cluster(device=device), **settings))
+        assert 0 < found.step_seconds < math.inf and 0 < found.utilisation < 1
+        assert min(found.seconds.values()) > 0

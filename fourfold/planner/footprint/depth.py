@@ -1,7 +1,7 @@
 """Many layers from a few: what a pass takes is a straight line in its layers, in every stage of it.
 
-A stage is a stretch in which the fullest moment is the same whatever the depth is: all layers are alike, so of those in
-the middle none is fuller than both the first and the last.
+A stage is a stretch in which the fullest moment is the same whatever the depth is: all layers are alike but the lowest,
+whose input may need no gradient, so that of those in the middle none is fuller than the second and the last.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BELOW = "below the device"
 
 
 def at_depth(run: Callable[[int], Stages], layers: int, period: int = 1) -> Stages:
-    """The stages of `run(layers)`, taken from two runs of fewer where there are many; every `period` layers are alike."""
-    few = layers % period + 2 * period
+    """The stages of `run(layers)`, from two runs of fewer where there are many; every `period` layers are alike."""
+    few = layers % period + (3 * period if period > 1 else 4)
     more = few + period
     if layers <= more:
         return run(layers)

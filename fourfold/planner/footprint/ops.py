@@ -146,19 +146,26 @@ def checkpointed(t: Tape, x: Value, run: Callable[[Value], Value]) -> Value:
         assert node is not None
         del again
         t.backward(node, g)
-        return [anchor.gradient]
+        return [anchor.taken.pop() if wanted else None]
 
     forgotten.node = t.always((x.node,), [x.storage], back)
     return forgotten
 
 
 class Anchor:
-    """A value of the same memory at which gradients end; it takes the one that arrives."""
+    """A value of the same memory at which gradients end; it takes the one that arrives.
+
+    Nothing here refers to itself: storages are to end with their last user, not when Python collects cycles.
+    """
 
     def __init__(self, t: Tape, x: Value, wanted: bool = True) -> None:
-        self.gradient: Storage | None = None
-        self.value = Value(x.numbers, x.width, x.storage, t.always((), [], self._take) if wanted else None)
+        self.taken: list[Storage] = []
+        self.value = Value(x.numbers, x.width, x.storage, t.always((), [], _into(self.taken)) if wanted else None)
 
-    def _take(self, g: Storage) -> Gradients:
-        self.gradient = g
+
+def _into(taken: list[Storage]) -> Backward:
+    def back(g: Storage) -> Gradients:
+        taken.append(g)
         return []
+
+    return back

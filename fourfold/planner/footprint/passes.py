@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from fourfold.planner.architectures import Architecture
+from fourfold.planner.bill import Kind
 from fourfold.planner.footprint import head as heads
 from fourfold.planner.footprint import ops
 from fourfold.planner.footprint.attention import Cache
@@ -150,7 +152,17 @@ def sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
         token(Batch(texts.rows, 1, keys, texts.padded))
         return _stages(t)
 
-    return _for_all_layers(run, role.form, trunk)
+    stages = _for_all_layers(run, role.form, trunk)
+    return {name: _within_windows(role.form.architecture, texts, kinds) for name, kinds in stages.items()}
+
+
+def _within_windows(a: Architecture, texts: Texts, kinds: dict[Kind, Line]) -> dict[Kind, Line]:
+    """Layers with a window cache no more tokens than that."""
+    tokens, cache = texts.prompt + texts.response, kinds.get("KV cache")
+    if cache is None or not any(0 < window < tokens for window in a.windows):
+        return kinds
+    share = a.cache_bytes(tokens, 1) / (a.layers * tokens * a.cached_numbers)
+    return {**kinds, "KV cache": Line(round(cache.bytes * share), round(cache.a_layer * share))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +175,7 @@ class Lesson:
 
     def tape(self) -> Tape:
         """To learn on."""
-        t = Tape(grad=True, present=self.present)
-        if not self.keep:
-            t.collect = lambda weight, gradient: None
-        return t
+        return Tape(grad=True, present=self.present, keep=self.keep)
 
 
 @remembered
@@ -225,13 +234,12 @@ def joint(actor: Role, critic: Role, trunk: Form, texts: Texts, lesson: Lesson) 
             t.meter.stage(f"{name} backward")
             t.backward(root, t.storage(4 * texts.answers))
         del value_features, loss
-        bottom, given = shared.node, [door.gradient for door in doors]
-        assert bottom is not None and None not in given
+        bottom, given = shared.node, [door.taken.pop() for door in doors]
+        assert bottom is not None
         for name, gradient in zip(("actor", "critic"), given, strict=True):
             t.meter.stage(f"trunk backward for the {name}")
             t.retain = name == "actor"
-            if gradient is not None:
-                t.backward(bottom, gradient)
+            t.backward(bottom, gradient)
         return _stages(t)
 
     return _for_all_layers(run, actor.form, trunk)

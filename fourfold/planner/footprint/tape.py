@@ -1,4 +1,4 @@
-"""What is alive while operations run: stand-ins that live as long as tensors do, and autograd's backward pass over them.
+"""What is alive while operations run: stand-ins that live as long as tensors do, and autograd's backward pass.
 
 A pass is written down as the operations that it makes (layers.py), on values that have a size and no numbers. A storage
 counts from the operation that makes it until nobody holds it any longer, as a tensor's does, so that the most that is
@@ -46,7 +46,8 @@ class Storage:
     __slots__ = ("_meter", "kind", "moved", "size")
 
     def __init__(self, meter: Meter, size: int, kind: Kind) -> None:
-        self._meter, self.size, self.kind = meter, size, kind
+        self._meter, self.size = meter, size
+        self.kind: Kind = kind
         self.moved: Storage | None = None  # the copy below the device, where saved activations are moved there
         meter.change(kind, size)
 
@@ -100,16 +101,16 @@ class Value:
 class Tape:
     """Operations on values; with `grad` they keep what their backward pass needs.
 
-    `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now on
-    below the device. `gradients` holds those of weights; those in `present` have one from an earlier micro-batch.
+    `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now
+    on below the device, `retain` lets a backward pass leave what was saved for another one. Gradients of weights stay
+    in `gradients` with `keep`, unless those of an earlier micro-batch are `present`, to which they are added.
     """
 
-    def __init__(self, *, grad: bool, present: bool = False) -> None:
+    def __init__(self, *, grad: bool, present: bool = False, keep: bool = True) -> None:
         self.meter, self.below = Meter(), Meter()
-        self.grad, self.present = grad, present
+        self.grad, self.present, self.keep = grad, present, keep
         self.autocast, self.offload, self.retain = 0, False, False
         self.gradients: list[Storage] = []
-        self.collect: Callable[[Weight, Storage], None] = self._keep
         self._cast: dict[Weight, Value] = {}  # autocast's cache
         self._count = 0
 
@@ -212,7 +213,7 @@ class Tape:
                 if uses[target]:
                     continue
                 if isinstance(target, Weight):
-                    self.collect(target, held.pop(target))
+                    self._collect(held.pop(target))
                 else:
                     heapq.heappush(waiting, (-target.order, target))
 
@@ -224,9 +225,9 @@ class Tape:
         elif sum(before is other for other in held.values()) > 1:
             held[target] = self.storage(before.size)
 
-    def _keep(self, weight: Weight, gradient: Storage) -> None:
-        """The gradient of a weight stays, or is added to the one that is there."""
-        if not self.present:
+    def _collect(self, gradient: Storage) -> None:
+        """The gradient of a weight stays, or is added to the one that is there, or goes at once."""
+        if self.keep and not self.present:
             gradient.become("gradients")
             self.gradients.append(gradient)
 
