@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -24,28 +25,49 @@ from fourfold.planner.holding import trained_parameters
 from fourfold.planner.request import Asked
 from fourfold.planner.units import quantity, size
 
-GIVEN = 'sharing.mode="none"'
-SERVICE = ('reference.residency="service"', 'service.url="http://127.0.0.1:8777"')
-TRAINED = ('sharing.mode="trunk"', "trunk.train=true")
-LAYERS = ('sharing.mode="adapters"', "adapters.layers=4", 'ppo.kl_estimator="full"')
-FUNCTION = ('stages=["ppo"]', 'reward.source="function"', 'reward.function="m:f"', 'critic.init="actor"')
-SCENES = {
+NONE = 'sharing.mode="none"'
+FUNCTION = """
+output = "runs/x"
+stages = ["ppo"]
+model.path = "smollm2-135m"
+data.prompts.path = "p.jsonl"
+reward = { source = "function", function = "m:f" }
+critic.init = "actor"
+"""
+
+
+def asked(*overrides: str, **arguments: Any) -> Asked:
+    return Asked("smollm2-135m", hardware="a100-80", overrides=overrides, **arguments)
+
+
+SEARCHED = {
     "one that fits": Asked("llama-2-7b", hardware="a100-80", overrides=('sharing.mode="adapters"',)),
-    "one that does not": Asked("llama-2-7b", hardware="a100-80", overrides=(GIVEN,)),
+    "one that does not": Asked("llama-2-7b", hardware="a100-80", overrides=(NONE,)),
     "a cpu": Asked("smollm2-135m", hardware="ryzen-7950x", budget="3GiB"),
+}
+AS_GIVEN = {
     "several devices": Asked("llama-2-70b", hardware="4xa100-80"),
-    "a service": Asked("smollm2-135m", hardware="a100-80", overrides=(GIVEN, *SERVICE)),
-    "a trained trunk": Asked("smollm2-135m", hardware="a100-80", overrides=TRAINED),
-    "adapters over a trunk": Asked("smollm2-135m", hardware="a100-80", overrides=LAYERS),
-    "a function": Asked("smollm2-135m", hardware="a100-80", overrides=FUNCTION),
-    "another reward model": Asked("smollm2-135m", hardware="a100-80", reward_model="smollm2-360m"),
+    "a service": asked(NONE, 'reference.residency="service"', 'service.url="http://127.0.0.1:8777"'),
+    "the host's processor": asked(NONE, 'reward.residency="cpu"', "sampling.overlap_scoring=true"),
+    "a trained trunk": asked('sharing.mode="trunk"', "trunk.train=true", 'precision.compute="float32"'),
+    "adapters over a trunk": asked('sharing.mode="adapters"', "adapters.layers=4", 'ppo.kl_estimator="full"'),
+    "another reward model": asked(reward_model="smollm2-360m"),
+    "a function": Asked("function.toml", hardware="a100-80"),
 }
 NAME = "<script>alert('x')</script> & \"co\""
 
 
-@pytest.fixture(scope="module", params=SCENES)
-def found(request: pytest.FixtureRequest) -> Answer:
-    return answer(SCENES[request.param])
+@pytest.fixture(scope="module", params=[*SEARCHED, *AS_GIVEN])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    name = request.param
+    if name in SEARCHED:
+        return answer(SEARCHED[name])
+    wanted = AS_GIVEN[name]
+    if wanted.target == "function.toml":
+        file = tmp_path_factory.mktemp("page") / wanted.target
+        file.write_text(FUNCTION, encoding="utf-8")
+        wanted = dataclasses.replace(wanted, target=str(file))
+    return answer(wanted, as_given=True)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +118,9 @@ def test_cells_say_what_is_held_meanwhile(found: Answer, page: str) -> None:
     held = plan.footprint.by(lambda item: item.holder, moment)["actor"]
     place = "in memory" if plan.scene.on_cpu else "on the device"
     assert f"{size(held)} {place}" in words(cell)
-    assert sum(name in trained_parameters(plan.scene) for name in ("actor", "critic")) == page.count(
-        ">trained</text>"
-    ) - ("trunk" in trained_parameters(plan.scene))
+    said = words(drawings(page)["flow"])
+    for role in ("actor", "critic", "reference", "reward"):
+        assert said[said.index(role) + 1] == ("trained" if role in trained_parameters(plan.scene) else "frozen")
 
 
 def test_bars_are_as_long_as_their_bytes(found: Answer, page: str) -> None:
@@ -214,7 +236,7 @@ def test_what_users_name_is_text(found: Answer) -> None:
 
 
 def test_settings_are_text_too() -> None:
-    given = answer(Asked("smollm2-135m", hardware="a100-80", overrides=(f"output={NAME!r}",)), as_given=True)
+    given = answer(asked(f"output={NAME!r}"), as_given=True)
     page = plan_page(given.plans)
     assert parsed(page).tags["script"] == 1 and "&lt;script&gt;alert" in page
 
@@ -226,7 +248,7 @@ def test_the_page_is_made_at_once(found: Answer) -> None:
 
 
 def test_the_next_plans_are_there_with_their_differences() -> None:
-    plans = answer(SCENES["one that fits"]).plans
+    plans = answer(SEARCHED["one that fits"]).plans
     text = re.sub(r"<[^>]+>", "", plan_page(plans))
     assert len(plans) == 3
     for plan in plans[1:]:
@@ -242,7 +264,7 @@ def test_the_next_plans_are_there_with_their_differences() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_what_would_help() -> None:
-    refused = answer(SCENES["one that does not"])
+    refused = answer(SEARCHED["one that does not"])
     page = plan_page(refused.plans, (), refused.helps)
     assert "Does not fit" in page and refused.helps
     text = re.sub(r"<[^>]+>", "", page)
@@ -255,14 +277,14 @@ def test_tensors_are_those_of_the_batch() -> None:
     first = {field.name for field in dataclasses.fields(Rollout)}
     second = {field.name for field in dataclasses.fields(ScoredRollout)} - first
     for tensor in BATCH:
-        dtype, dims = re.fullmatch(r'(\w+)\[Tensor, "(.*)"\]', fields[tensor.name]).groups()  # type: ignore[union-attr]
+        dtype, dims = re.fullmatch(r"(\w+)\[Tensor, '(.*)'\]", fields[tensor.name]).groups()  # type: ignore[union-attr]
         assert dtype.lower() == tensor.dtype
         assert dims.replace("batch", "rollout").split() == list(tensor.dims)
         assert tensor.phase == ("generate" if tensor.name in first else "score" if tensor.name in second else "learn")
 
 
 def test_shapes_are_those_of_the_plan() -> None:
-    plan = answer(Asked("smollm2-135m", hardware="a100-80", prompt_tokens=100, response_tokens=50, rollout=24)).plans[0]
+    plan = answer(asked(prompt_tokens=100, response_tokens=50, rollout=24), as_given=True).plans[0]
     sequences = next(tensor for tensor in BATCH if tensor.name == "sequences")
     assert sequences.numbers(plan.scene) == "[24, 150]" and sequences.bytes(plan.scene) == 24 * 150 * 8
     assert Tensor("x", "bool", (), "", "score").bytes(plan.scene) == 1

@@ -13,7 +13,7 @@ from fourfold.diagnostics.plan_page.tables import NOTHING, Row, table
 from fourfold.planner.links import REACHED
 from fourfold.planner.plan import Plan
 from fourfold.planner.saved import plan_toml
-from fourfold.planner.timing import SHARES
+from fourfold.planner.timing import reached_flops, roofline
 from fourfold.planner.units import quantity, seconds, size
 
 
@@ -100,12 +100,13 @@ def _hardware(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _assumed(plan: Plan) -> Iterator[str]:
     """The constants that turn rates into seconds (fourfold.planner.timing and links have their sources)."""
-    scene = plan.scene
-    shares, dtype = SHARES[scene.cluster.device.kind], scene.compute
+    scene, device, dtype = plan.scene, plan.scene.cluster.device, plan.scene.compute
+    products, decoding = (reached_flops(device, dtype, few_rows=few_rows) for few_rows in (False, True))
+    one = roofline(device, dtype, flops=0, moved=1, layers=1)
     yield (
-        f"seconds: {dtype} products reach {shares.of(dtype, few_rows=False):.0%} of the device's rate, "
-        f"{shares.of(dtype, few_rows=True):.0%} while decoding; memory {shares.bandwidth:.0%} of its bandwidth, links "
-        f"{REACHED:.0%}; a layer's call takes {seconds(shares.layer_seconds)} (docs/planner.md has the publications)"
+        f"seconds: {dtype} products reach {quantity(products)}FLOP/s, while decoding {quantity(decoding)}FLOP/s; memory "
+        f"{quantity(1 / one.memory)}B/s, links {REACHED:.0%} of their rates; calling a layer takes {seconds(one.calls)} "
+        "(docs/planner.md has the publications)"
     )
     lengths = scene.lengths
     yield (

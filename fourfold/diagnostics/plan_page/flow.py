@@ -201,6 +201,8 @@ def _band(plan: Plan, model: Model, y: float) -> Iterator[Element]:
     left = COLUMNS["generate"]
     yield from _card(plan, model, y, BAND)
     yield rect(left, y, WIDTH - left, BAND, f"cell {style}", rx=10)
+    if model.trained:
+        yield rect(COLUMNS["learn"], y, CELL, BAND, "cell learns", rx=10)
     for cell in model.cells:
         x = COLUMNS[cell.phase] + 12
         inside = [h("title", _tooltip(plan, cell)), text(x, y + 24, cell.does, "does")]
