@@ -104,9 +104,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
     products, decoding = (reached_flops(device, dtype, few_rows=few_rows) for few_rows in (False, True))
     one = roofline(device, dtype, flops=0, moved=1, layers=1)
     yield (
-        f"seconds: {dtype} products reach {quantity(products)}FLOP/s, while decoding {quantity(decoding)}FLOP/s; memory "
-        f"{quantity(1 / one.memory)}B/s, links {REACHED:.0%} of their rates; calling a layer takes {seconds(one.calls)} "
-        "(docs/planner.md has the publications)"
+        f"seconds: {dtype} products reach {quantity(products)}FLOP/s, while decoding {quantity(decoding)}FLOP/s; "
+        f"memory {quantity(1 / one.memory)}B/s, links {REACHED:.0%} of their rates; calling a layer takes "
+        f"{seconds(one.calls)} (docs/planner.md has the publications)"
     )
     lengths = scene.lengths
     yield (
