@@ -93,6 +93,14 @@ class RunConfig(Section):
             "critic": alone + learning * sum(turn != "actor" for turn in turns),
         }
 
+    @property
+    def reference_differs(self) -> bool:
+        """Whether a reference that is the actor at step 0 may compute otherwise than it: pre-flight measures the bias.
+
+        Of settings whose `compute` is resolved.
+        """
+        return not self.reference.model and (self.precision.reference_differs or self.reference.computes_elsewhere)
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
         found = problems(self)

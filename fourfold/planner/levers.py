@@ -208,7 +208,7 @@ LEVERS: tuple[Lever, ...] = (
         settings={"reference.residency": "service"},
         baseline=SEPARATE,
         saves="the reference's own weights, always: another process has them",
-        costs="a request a step; the service needs a base of its own",
+        costs="a request a step; the service needs a base of its own; on another kind of machine KL is off by rounding",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
@@ -252,7 +252,8 @@ LEVERS: tuple[Lever, ...] = (
         settings={"memory.optimizer_in_backward": True, **ONE_MICRO_BATCH},
         baseline=ONE_MICRO_BATCH,
         saves="the gradients of a role but for a few parameters' at a time",
-        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
+        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl, no second try with fewer rows when "
+        "memory runs out",
         change="exact",
         excludes=("micro-batches", "trained trunk", "float16"),
     ),

@@ -26,12 +26,13 @@ from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
-from fourfold.training.planned import PLAN, Chosen, choose_levers, compare
+from fourfold.training.planned import PLAN, Chosen, choose_levers, note_memory, predict
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import train_sft
 from fourfold.training.texts import TextCache
+from fourfold.training.timeline import Timeline
 
 Say = Callable[[str], None]
 
@@ -148,8 +149,11 @@ def _carry_out(
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
     chosen.save(folder)
+    Timeline(folder.root).spans("", 0, meter.take_spans())
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
+        predicted = predict(config, inputs.prompts)
+        say(predicted.said)
     if "sft" in todo:
         _stage(
             config,
@@ -164,8 +168,7 @@ def _carry_out(
         stores = Stores(sft_model(folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
-        if why_not := compare(config, inputs.prompts, folder):
-            say(why_not)
+        note_memory(predicted, folder)
 
 
 def planned_ppo(config: RunConfig, prompts: int) -> str:
@@ -201,14 +204,19 @@ def _stage(
 ) -> None:
     _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
     folder.note_spent(meter.totals())
+
+    def note() -> None:
+        folder.note_spent(meter.totals())
+        Timeline(folder.root).spans(name, 0, meter.take_spans())
+
     try:
         with meter.phase(name):
             metrics = work()
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
-            folder.note_spent(meter.totals())
+            note()
         raise
-    folder.note_spent(meter.totals())
+    note()
     folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})
 
 

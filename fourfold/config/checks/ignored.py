@@ -72,7 +72,7 @@ def _of_precision(config: RunConfig, because: Because) -> None:
     if config.reference.model:
         reason = "reference.model is held in the actor's compute type, as it comes"
         because(reason, "precision", "reference", "max_reference_bias")
-    elif not given.reference_differs:
+    elif not config.reference_differs:
         because(
             f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
         )
