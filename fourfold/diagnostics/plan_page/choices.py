@@ -54,8 +54,7 @@ def _of(plan: Plan, best: Plan) -> list[Element | str]:
         peak += f" ({plan.peak[1] / best.peak[1] - 1:+.0%})"
         time += f" ({plan.costs.step_seconds / best.costs.step_seconds - 1:+.1%})"
     changes = [h("code", change) for change in differences(best, plan)]
-    spaced = [part for change in changes for part in (change, " ")]
-    return [h("td", levers, class_="why"), peak, time, h("td", spaced or NOTHING, class_="why")]
+    return [h("td", levers, class_="why"), peak, time, h("td", changes or NOTHING, class_="why")]
 
 
 def differences(before: Plan, after: Plan) -> list[str]:
