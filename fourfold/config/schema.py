@@ -93,6 +93,15 @@ class RunConfig(Section):
             "critic": alone + learning * sum(turn != "actor" for turn in turns),
         }
 
+    @property
+    def reference_differs(self) -> bool:
+        """Whether a reference that is the actor at step 0 computes otherwise (of settings whose `compute` is resolved).
+
+        Every KL is then biased by what pre-flight measures.
+        """
+        engine = self.reference.engine != "torch"
+        return not self.reference.model and (engine or self.precision.reference_differs)
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
         found = problems(self)

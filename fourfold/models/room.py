@@ -42,6 +42,8 @@ class Room:
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.of_the_base else [])]
         roles = [role for role in roles if role not in roles_at_a_service(config)]
+        if config.reference.engine != "torch":
+            roles.remove("reference")  # another engine's memory
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
         for role in ("reference", "reward"):
             if role in weights and (kind := getattr(config.precision, role)) in QUANTIZED:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fourfold.batch import ScoredRollout
-from fourfold.config.schema import PrecisionSection, RunConfig
+from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
-from fourfold.models.reference import OwnPolicy
+from fourfold.models.llama_roles import LlamaPolicy
 from fourfold.models.roles import Activations
 from fourfold.models.split import Part
 from fourfold.planner.quantization import QUANTIZED
@@ -145,11 +145,11 @@ def preflight(
 def _measure(
     models: FourModels, scored: ScoredRollout, activations: Activations, config: RunConfig, fresh: bool
 ) -> Preflight:
-    actor, temperature, differs = models.actor, config.sampling.temperature, config.precision.reference_differs
+    actor, temperature, differs = models.actor, config.sampling.temperature, config.reference_differs
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = bounds_of(actor.branch, models.base.trunk)
-    own_reference = isinstance(models.reference, OwnPolicy)
+    own_reference = bool(config.reference.model)
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -166,7 +166,7 @@ def _measure(
         own_reference=own_reference,
         reference_bias=ReferenceBias.measured(scored) if differs and fresh else None,
     )
-    if result.actor_dtype != result.reference_dtype and not differs:
+    if result.actor_dtype != result.reference_dtype and not (differs or own_reference):
         raise RunFailed(
             f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
             "them would be biased; give both the same precision"
@@ -178,7 +178,7 @@ def _measure(
         "dropout, position ids or masks differ between passes",
     )
     if result.reference_bias is not None:
-        _require_small(result.reference_bias, config.precision)
+        _require_small(result.reference_bias, result.reference_dtype, config)
     elif fresh and not own_reference:
         # A service makes the trunk's activations anew, as the trainer does after the sampler.
         anew = models.base.trunk is not None and is_elsewhere(models.reference)
@@ -194,7 +194,9 @@ def _measure(
 
 
 def _held(models: FourModels, config: RunConfig) -> str:
-    """How the reference's own weights are held: in fewer bits, or in the type that it computes in."""
+    """How the reference's own weights are held: by another engine, in fewer bits, or in the type it computes in."""
+    if isinstance(models.reference, LlamaPolicy):
+        return f"{models.reference.outside_torch.dtype} by llama.cpp"
     kind = config.precision.reference
     return kind if kind in QUANTIZED else str(models.reference.branch.compute_dtype)
 
@@ -210,14 +212,17 @@ def bounds_of(*parts: Part | None) -> Bounds:
     return max(found, key=lambda bounds: bounds.ratio)
 
 
-def _require_small(bias: ReferenceBias, precision: PrecisionSection) -> None:
+def _require_small(bias: ReferenceBias, held: str, config: RunConfig) -> None:
+    precision, cause = config.precision, "precision.reference"
+    if config.reference.engine != "torch":
+        cause = "reference.engine"
     if not abs(bias.per_token_mean) <= precision.max_reference_bias:
         raise RunFailed(
-            f"pre-flight: the reference in {precision.reference} biases every KL by {bias.per_token_mean:+.2e} nats a "
-            f"token (allowed by precision.max_reference_bias: {precision.max_reference_bias:g}) and "
+            f"pre-flight: the reference in {held.removeprefix('torch.')} biases every KL by {bias.per_token_mean:+.2e} "
+            f"nats a token (allowed by precision.max_reference_bias: {precision.max_reference_bias:g}) and "
             f"{bias.per_sequence_mean:+.2e} a sequence: the mean difference, on {bias.tokens:,} tokens, from the same "
             f"weights in the actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on "
-            f"average and {bias.absolute_max:.2e} at most; leave out precision.reference, or allow more"
+            f"average and {bias.absolute_max:.2e} at most; leave out {cause}, or allow more"
         )
 
 

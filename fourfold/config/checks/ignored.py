@@ -67,13 +67,21 @@ def _of_precision(config: RunConfig, because: Because) -> None:
         because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
     if given.compute != "float16":
         because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
-    if config.reference.model:
+    _of_the_reference(config, because)
+
+
+def _of_the_reference(config: RunConfig, because: Because) -> None:
+    given = config.reference
+    if given.engine != "torch":
+        reason = f"reference.engine = {given.engine!r} runs on the CPU and holds its weights itself"
+        because(reason, "precision", "reference")
+        because(reason, "reference", "residency")
+    if given.model:
         reason = "reference.model is held in the actor's compute type, as it comes"
         because(reason, "precision", "reference", "max_reference_bias")
-    elif not given.reference_differs:
-        because(
-            f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
-        )
+    elif not config.reference_differs:
+        reason = f"precision.reference = {config.precision.reference!r} computes as the actor does"
+        because(reason, "precision", "max_reference_bias")
 
 
 def _of_the_reward(reward: RewardSection, because: Because) -> None:

@@ -18,6 +18,22 @@ def reference_model(config: RunConfig) -> Iterator[str]:
         )
 
 
+def reference_engine(config: RunConfig) -> Iterator[str]:
+    engine, model = config.reference.engine, config.reference.model
+    if engine == "torch":
+        return
+    if config.ppo.kl_estimator == "full":
+        yield (
+            f"reference.engine: given {engine!r} beside ppo.kl_estimator = 'full', which takes the vocabularies of "
+            "actor and reference at once; set engine to 'torch', or kl_estimator to another one, such as 'k1'"
+        )
+    if engine == "llama_cpp_q8_0" and model.endswith(".gguf"):
+        yield (
+            f"reference.engine: given {engine!r} beside reference.model = {model!r}, whose weights have the types that "
+            "the file gives them; set engine to 'llama_cpp'"
+        )
+
+
 def reward_model(config: RunConfig) -> Iterator[str]:
     reward = config.reward
     if reward.source != "model":

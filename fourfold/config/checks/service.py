@@ -16,8 +16,9 @@ def roles_at_a_service(config: RunConfig) -> list[str]:
 
 
 def roles_of_the_base(config: RunConfig) -> list[str]:
-    """Names of the frozen roles that are made of the run's own model, which a service can hold."""
-    made = {"reference": not config.reference.model, "reward": config.reward.of_the_base}
+    """Names of the frozen roles that torch makes of the run's own model, which a service can hold."""
+    by_torch = not config.reference.model and config.reference.engine == "torch"
+    made = {"reference": by_torch, "reward": config.reward.of_the_base}
     return [role for role, of_the_base in made.items() if of_the_base]
 
 

@@ -130,7 +130,7 @@ class PrecisionSection(Section):
 
     @property
     def reference_differs(self) -> bool:
-        """Whether the reference computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        """Whether torch computes the reference otherwise than the actor (of settings whose `compute` is resolved)."""
         return self.reference not in ("auto", self.compute)
 
 
@@ -189,6 +189,12 @@ class ReferenceSection(Section):
         default="",
         description="A whole model of its own for the reference, named as in model.path, with the same vocabulary; "
         "'': the actor as it is at step 0.",
+    )
+    engine: Literal["torch", "llama_cpp", "llama_cpp_q8_0"] = Field(
+        default="torch",
+        description="What runs the reference: torch, or llama.cpp on the CPU (extra llama-cpp). 'llama_cpp' takes a "
+        ".gguf file of reference.model as it is; anything else, the actor at step 0 too, is written as GGUF with its "
+        "matrices in float16, or in Q8_0. At every start its log-probs are compared with torch's.",
     )
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"

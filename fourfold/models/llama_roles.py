@@ -1,0 +1,158 @@
+"""The reference run by llama.cpp: the actor as it is at step 0, written as GGUF, or a model of its own.
+
+What it saves: torch's copy of the reference; Q8_0 takes 8.5 bits a weight, a file of the user's what it has. What it
+costs: a file as large, written at every start beside a whole model in float32; passes from the ids on, also over a
+cached trunk. What it changes: log-probs, by rounding: a KL bias that pre-flight measures. What it excludes: other
+places than the CPU, and the exact KL over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fourfold.algorithms.log_probs import Entropy, log_probs_from_logits
+from fourfold.batch import Rollout
+from fourfold.config.schema import RunConfig
+from fourfold.models.external import Outside
+from fourfold.models.gguf_files import WEIGHTS_OF, require_writable, write_gguf
+from fourfold.models.heads import LanguageHead
+from fourfold.models.llama_cpp import Ids, LlamaCpp, library
+from fourfold.models.loading import Base, file_in_package
+from fourfold.models.quantized import PROBE
+from fourfold.models.reference import OwnPolicy, comparable_model
+from fourfold.models.residency import HOST
+from fourfold.models.roles import Activations, Policy, hollow_copy
+from fourfold.models.split import cut, layout_of
+from fourfold.models.whole import whole_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEY = "reference.engine"
+# Largest mean |difference| from torch's log-probs of the same model on the probe, nats a token. An engine that is
+# silently wrong was 1.9 away (docs/decisions/0011).
+BOUND = 0.2
+
+
+class LlamaResidency:
+    """Weights in llama.cpp's hands: they never move."""
+
+    device = HOST
+    elsewhere = False
+    where = f"{HOST}, llama.cpp"
+
+    def __init__(self, content: Tensor) -> None:
+        self._content = content
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """It always is; the seconds are counted."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The stand-ins for weights have no numbers; `content` tells one file from another."""
+        return tensor if tensor is self._content else tensor.new_empty(0)
+
+    def take(self) -> dict[str, float]:
+        """Seconds that the role was in use."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"pass_seconds": seconds, "moved_bytes": 0.0}
+
+
+class LlamaPolicy(OwnPolicy):
+    """A frozen policy that llama.cpp runs, in the form of a torch one without weights."""
+
+    content: Tensor
+
+    def __init__(self, form: OwnPolicy, engine: LlamaCpp, weights: str) -> None:
+        super().__init__(form.branch, form.head)
+        self.engine = engine
+        with engine.file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").digest()
+        # Stands for the weights in checksums, so that a run does not go on with another model.
+        self.register_buffer("content", torch.tensor(list(digest), dtype=torch.uint8))
+        self.residency = LlamaResidency(self.content)
+        size = engine.file.stat().st_size
+        self.outside_torch = Outside(engine.parameters, weights, self.residency.where, size)
+
+    def log_probs(
+        self, activations: Activations, rollout: Rollout, temperature: float, *, entropy: Entropy = "none"
+    ) -> tuple[Tensor, Tensor]:
+        """Of the response tokens, from ids alone: whatever the activations are, llama.cpp makes its own."""
+        assert entropy == "none", "a reference is asked for log-probs only"
+        rows = [ids[mask].tolist() for ids, mask in zip(rollout.sequences, rollout.attention_mask, strict=True)]
+        starts = rollout.prompt_mask.sum(dim=1).tolist()
+        found = torch.zeros(rollout.response_mask.shape)
+        found.masked_scatter_(rollout.response_mask, self.engine.log_probs(rows, starts, temperature))
+        return found, torch.zeros_like(found)
+
+
+@torch.no_grad()
+def reference_by_llama_cpp(config: RunConfig, base: Base, actor: Policy) -> LlamaPolicy:
+    """`actor` as it is now, or `reference.model`; ValueError where llama.cpp is not there or says something else."""
+    library(KEY)  # a missing one is named before anything is loaded
+    if config.reference.model:
+        model = comparable_model(config, base, torch.float32)
+    else:
+        model, _ = whole_model(config, base, actor)
+    file, weights = _given_file(config.reference.model), "as in the file"
+    if file is None:
+        weights = WEIGHTS_OF[config.reference.engine]
+        require_writable(model.config, KEY)
+        file = Path(config.output).expanduser() / "ppo" / "reference.gguf"
+        write_gguf(model, file, weights)
+    engine = LlamaCpp(file, KEY)
+    verify_engine(engine, model, base.tokenizer)
+    layers = len(getattr(getattr(model, layout_of(model).body), layout_of(model).layers))
+    form = OwnPolicy(cut(model, 0, layers, compute_dtype=torch.float32), LanguageHead.of(model))
+    return LlamaPolicy(hollow_copy(form, share_head=False), engine, weights)
+
+
+def verify_engine(engine: LlamaCpp, model: PreTrainedModel, tokenizer: Any) -> float:
+    """Mean |difference| of log-probs from torch's on the probe; ValueError beyond the bound."""
+    rows = probe_rows(tokenizer)
+    truth = torch.cat([torch_log_probs(model, row) for row in rows])
+    found = engine.log_probs(rows, [1] * len(rows), 1.0)
+    gap = float((found - truth).abs().mean())
+    if not gap <= BOUND:
+        raise ValueError(
+            f"{KEY}: on a probe of {len(truth)} tokens llama.cpp's log-probs are {gap:.2g} nats a token from torch's "
+            f"of the same model, on average (allowed {BOUND:g}); this build of llama.cpp computes wrong numbers, or "
+            f"{engine.file} holds another model; try another version of llama-cpp-python, or {KEY} = 'torch'"
+        )
+    return gap
+
+
+def probe_rows(tokenizer: Any) -> list[list[int]]:
+    """Each sentence of the probe alone, and all of them from each on: passes of a few tokens and of many."""
+    alone = [list(tokenizer(text)["input_ids"]) for text in PROBE]
+    together = [[*alone[start:], *alone[:start]] for start in range(len(alone))]
+    return alone + [list(itertools.chain.from_iterable(row)) for row in together]
+
+
+@torch.no_grad()
+def torch_log_probs(model: PreTrainedModel, row: Ids) -> Tensor:
+    """Of all tokens of a row but the first."""
+    ids = torch.tensor([row], device=model.device)
+    return log_probs_from_logits(model(input_ids=ids, use_cache=False).logits[0, :-1], ids[0, 1:]).cpu()
+
+
+def _given_file(path: str) -> Path | None:
+    """The GGUF file that a setting names; None where it names another kind of model, or none."""
+    if path.startswith("package:"):
+        path = str(file_in_package(path, "reference.model"))
+    return Path(path).expanduser() if path.endswith(".gguf") else None
