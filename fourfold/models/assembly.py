@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fourfold.config.checks import roles_at_a_service
+from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
@@ -137,6 +137,8 @@ def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], tr
 
 def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away: bool) -> Policy:
     """A model of its own, or the actor as it is now."""
+    if reference_at_llama_cpp(config):
+        return hollow_copy(actor, share_head=base.shares_head)
     if config.reference.engine != "torch":
         with room.role("reference"):
             return reference_by_llama_cpp(config, base, actor)

@@ -38,8 +38,8 @@ def require_writable(config: Any, key: str) -> None:
         what = f"the architecture {config.model_type!r}"
     elif (rope := _rope(config).get("rope_type", "default")) != "default":
         what = f"positions of the kind {rope!r}"
-    elif getattr(config, "sliding_window", None):
-        what = f"attention within a window of {config.sliding_window}"
+    elif (window := getattr(config, "sliding_window", None)) and window < config.max_position_embeddings:
+        what = f"attention within a window of {window}"
     if what:
         raise ValueError(
             f"{key}: {what} cannot be written as GGUF here; allowed: {', '.join(ARCHITECTURES)} with plain rotary "

@@ -12,9 +12,9 @@ import contextlib
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,8 +43,16 @@ KEY = "reference.engine"
 BOUND = 0.2
 
 
+class Engine(Protocol):
+    """What runs a model outside torch."""
+
+    def log_probs(self, rows: Sequence[Ids], starts: Sequence[int], temperature: float) -> Tensor:
+        """log softmax(logits / temperature) of the tokens of each row from its start on, rows one after the other."""
+        ...
+
+
 class LlamaResidency:
-    """Weights in llama.cpp's hands: they never move."""
+    """Weights in llama.cpp's hands, in this process: they never move."""
 
     device = HOST
     elsewhere = False
@@ -73,26 +81,18 @@ class LlamaResidency:
         return {"pass_seconds": seconds, "moved_bytes": 0.0}
 
 
-class LlamaPolicy(OwnPolicy):
-    """A frozen policy that llama.cpp runs, in the form of a torch one without weights."""
+class EnginePolicy(OwnPolicy):
+    """A frozen policy that another engine runs, in the form of a torch one without weights."""
 
-    content: Tensor
-
-    def __init__(self, form: OwnPolicy, engine: LlamaCpp, weights: str) -> None:
+    def __init__(self, form: OwnPolicy, engine: Engine, held: str) -> None:
         super().__init__(form.branch, form.head)
         self.engine = engine
-        with engine.file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").digest()
-        # Stands for the weights in checksums, so that a run does not go on with another model.
-        self.register_buffer("content", torch.tensor(list(digest), dtype=torch.uint8))
-        self.residency = LlamaResidency(self.content)
-        size = engine.file.stat().st_size
-        self.outside_torch = Outside(engine.parameters, weights, self.residency.where, size)
+        self.held = held  # for people: what its weights are
 
     def log_probs(
         self, activations: Activations, rollout: Rollout, temperature: float, *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor]:
-        """Of the response tokens, from ids alone: whatever the activations are, llama.cpp makes its own."""
+        """Of the response tokens, from ids alone: whatever the activations are, the engine makes its own."""
         assert entropy == "none", "a reference is asked for log-probs only"
         rows = [ids[mask].tolist() for ids, mask in zip(rollout.sequences, rollout.attention_mask, strict=True)]
         starts = rollout.prompt_mask.sum(dim=1).tolist()
@@ -101,14 +101,26 @@ class LlamaPolicy(OwnPolicy):
         return found, torch.zeros_like(found)
 
 
-@torch.no_grad()
+class LlamaPolicy(EnginePolicy):
+    """One that llama.cpp runs in this process."""
+
+    content: Tensor
+
+    def __init__(self, form: OwnPolicy, engine: LlamaCpp, weights: str) -> None:
+        super().__init__(form, engine, f"{weights} by llama.cpp")
+        with engine.file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").digest()
+        # Stands for the weights in checksums, so that a run does not go on with another model.
+        self.register_buffer("content", torch.tensor(list(digest), dtype=torch.uint8))
+        self.residency = LlamaResidency(self.content)
+        size = engine.file.stat().st_size
+        self.outside_torch = Outside(engine.parameters, weights, self.residency.where, size)
+
+
 def reference_by_llama_cpp(config: RunConfig, base: Base, actor: Policy) -> LlamaPolicy:
     """`actor` as it is now, or `reference.model`; ValueError where llama.cpp is not there or says something else."""
     library(KEY)  # a missing one is named before anything is loaded
-    if config.reference.model:
-        model = comparable_model(config, base, torch.float32)
-    else:
-        model, _ = whole_model(config, base, actor)
+    model = torch_reference(config, base, actor)
     file, weights = _given_file(config.reference.model), "as in the file"
     if file is None:
         weights = WEIGHTS_OF[config.reference.engine]
@@ -116,14 +128,29 @@ def reference_by_llama_cpp(config: RunConfig, base: Base, actor: Policy) -> Llam
         file = Path(config.output).expanduser() / "ppo" / "reference.gguf"
         write_gguf(model, file, weights)
     engine = LlamaCpp(file, KEY)
-    verify_engine(engine, model, base.tokenizer)
+    verify_engine(engine, model, base.tokenizer, str(file))
+    return LlamaPolicy(form_of(model), engine, weights)
+
+
+def torch_reference(config: RunConfig, base: Base, actor: Policy) -> PreTrainedModel:
+    """What an engine is to run, in float32: `actor` as it is now, or `reference.model`."""
+    if config.reference.model:
+        return comparable_model(config, base, torch.float32)
+    return whole_model(config, base, actor)[0]
+
+
+def form_of(model: PreTrainedModel) -> OwnPolicy:
+    """A policy of this shape without weights."""
     layers = len(getattr(getattr(model, layout_of(model).body), layout_of(model).layers))
     form = OwnPolicy(cut(model, 0, layers, compute_dtype=torch.float32), LanguageHead.of(model))
-    return LlamaPolicy(hollow_copy(form, share_head=False), engine, weights)
+    return hollow_copy(form, share_head=False)
 
 
-def verify_engine(engine: LlamaCpp, model: PreTrainedModel, tokenizer: Any) -> float:
-    """Mean |difference| of log-probs from torch's on the probe; ValueError beyond the bound."""
+def verify_engine(engine: Engine, model: PreTrainedModel, tokenizer: Any, asked: str) -> float:
+    """Mean |difference| of log-probs from torch's on the probe; ValueError beyond the bound.
+
+    `asked` is the file or the server that is run.
+    """
     rows = probe_rows(tokenizer)
     truth = torch.cat([torch_log_probs(model, row) for row in rows])
     found = engine.log_probs(rows, [1] * len(rows), 1.0)
@@ -132,7 +159,7 @@ def verify_engine(engine: LlamaCpp, model: PreTrainedModel, tokenizer: Any) -> f
         raise ValueError(
             f"{KEY}: on a probe of {len(truth)} tokens llama.cpp's log-probs are {gap:.2g} nats a token from torch's "
             f"of the same model, on average (allowed {BOUND:g}); this build of llama.cpp computes wrong numbers, or "
-            f"{engine.file} holds another model; try another version of llama-cpp-python, or {KEY} = 'torch'"
+            f"{asked} holds another model; try another version of llama-cpp-python, or {KEY} = 'torch'"
         )
     return gap
 

@@ -20,7 +20,7 @@ from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
-from fourfold.models.llama_roles import LlamaPolicy
+from fourfold.models.llama_roles import EnginePolicy
 from fourfold.models.roles import Activations
 from fourfold.models.split import Part
 from fourfold.planner.quantization import QUANTIZED
@@ -195,8 +195,8 @@ def _measure(
 
 def _held(models: FourModels, config: RunConfig) -> str:
     """How the reference's own weights are held: by another engine, in fewer bits, or in the type it computes in."""
-    if isinstance(models.reference, LlamaPolicy):
-        return f"{models.reference.outside_torch.dtype} by llama.cpp"
+    if isinstance(models.reference, EnginePolicy):
+        return models.reference.held
     kind = config.precision.reference
     return kind if kind in QUANTIZED else str(models.reference.branch.compute_dtype)
 

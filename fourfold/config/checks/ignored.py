@@ -75,7 +75,8 @@ def _of_the_reference(config: RunConfig, because: Because) -> None:
     if given.engine != "torch":
         reason = f"reference.engine = {given.engine!r} runs on the CPU and holds its weights itself"
         because(reason, "precision", "reference")
-        because(reason, "reference", "residency")
+        if given.residency == "service":
+            because("a llama-server is asked about one row at a time", "service", "max_rows")
     if given.model:
         reason = "reference.model is held in the actor's compute type, as it comes"
         because(reason, "precision", "reference", "max_reference_bias")
