@@ -121,7 +121,7 @@ def reference_by_llama_cpp(config: RunConfig, base: Base, actor: Policy) -> Llam
     """`actor` as it is now, or `reference.model`; ValueError where llama.cpp is not there or says something else."""
     library(KEY)  # a missing one is named before anything is loaded
     model = torch_reference(config, base, actor)
-    file, weights = _given_file(config.reference.model), "as in the file"
+    file, weights = gguf_file(config.reference.model), "as in the file"
     if file is None:
         weights = WEIGHTS_OF[config.reference.engine]
         require_writable(model.config, KEY)
@@ -178,8 +178,8 @@ def torch_log_probs(model: PreTrainedModel, row: Ids) -> Tensor:
     return log_probs_from_logits(model(input_ids=ids, use_cache=False).logits[0, :-1], ids[0, 1:]).cpu()
 
 
-def _given_file(path: str) -> Path | None:
-    """The GGUF file that a setting names; None where it names another kind of model, or none."""
+def gguf_file(path: str) -> Path | None:
+    """The GGUF file that a model's name stands for; None where it stands for another kind of model, or for none."""
     if path.startswith("package:"):
-        path = str(file_in_package(path, "reference.model"))
+        path = str(file_in_package(path, "model"))
     return Path(path).expanduser() if path.endswith(".gguf") else None
