@@ -29,6 +29,7 @@ class Lever:
     trunk_bound: float = 0.0  # the same for one that is exact but not over a cached trunk
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
+    package: str = ""  # without which it cannot be tried
     not_benchmarked: str = ""  # why benchmarks/levers.py leaves it out; nothing: it does not
 
     def bound_over(self, *, trunk: bool) -> float:
@@ -141,7 +142,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reference", "service reference"),
+        excludes=("llama.cpp reference", "stream reference", "service reference"),
     ),
     Lever(
         name="stream reference",
@@ -150,7 +151,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reference", "service reference"),
+        excludes=("llama.cpp reference", "park reference", "service reference"),
     ),
     Lever(
         name="park reward",
@@ -179,7 +180,13 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
+        excludes=(
+            "llama.cpp reference",
+            "park reference",
+            "stream reference",
+            "int8 reference",
+            "half-precision frozen roles",
+        ),
         not_benchmarked="needs a second process that holds the role",
     ),
     Lever(
@@ -275,6 +282,7 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=0.1,
         excludes=(
+            "llama.cpp reference",
             "bfloat16",
             "offload optimizer",
             "int8 base",
@@ -318,7 +326,13 @@ LEVERS: tuple[Lever, ...] = (
         costs="a KL that is off by the rounding; widening the weights for each product",
         change="bounded",
         bound=0.02,
-        excludes=("adapters", "adapters over a trunk", "service reference", "half-precision frozen roles"),
+        excludes=(
+            "llama.cpp reference",
+            "adapters",
+            "adapters over a trunk",
+            "service reference",
+            "half-precision frozen roles",
+        ),
     ),
     Lever(
         name="int8 reward",
@@ -329,6 +343,24 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=0.2,
         excludes=("adapters", "adapters over a trunk", "service reward", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="llama.cpp reference",
+        where="fourfold.models.llama_roles",
+        settings={"reference.engine": "llama_cpp_q8_0"},
+        saves="torch's copy of the reference; a GGUF file in Q8_0 (8.5 bits a weight) is read instead, by the CPU",
+        costs="a KL that is off by the rounding; passes from the ids on, over a cached trunk too; writing the file",
+        change="bounded",
+        bound=0.05,
+        excludes=(
+            "park reference",
+            "stream reference",
+            "service reference",
+            "int8 reference",
+            "half-precision frozen roles",
+        ),
+        package="llama_cpp",
+        not_benchmarked="needs the extra llama-cpp; `fourfold bench quantization` measures it",
     ),
 )
 

@@ -66,9 +66,7 @@ def test_a_broken_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_llama_cpp_would_compute_otherwise_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"the architecture 'gpt2' cannot be written .* allowed: llama, mistral,"
-    ):
+    with pytest.raises(ValueError, match=r"the architecture 'gpt2' cannot be written .* allowed: llama, mistral,"):
         require_writable(tiny_model("gpt2").config, "reference.engine")
     scaled = tiny_model("llama").config
     scaled.rope_parameters = {"rope_theta": 1e4, "rope_type": "llama3"}

@@ -109,7 +109,8 @@ def test_a_run_whose_reference_is_a_llama_server(tmp_path: Path, urls: Any, kind
     assert "reference" not in trainer.models.frozen_checksums(), "another process holds it"
     assert urls(kind) in describe_roles(trainer)
     rows = steps_of(trainer)
-    plain = steps_of(make_trainer(make_config(settings(tmp_path, by_function("pays_by_hash", steps=2)))))
+    by_torch = merged(settings(tmp_path, by_function("pays_by_hash", steps=2)), {"output": str(tmp_path / "torch")})
+    plain = steps_of(make_trainer(make_config(by_torch)))
     for row, expected in zip(rows, plain, strict=True):
         assert row["kl_per_sequence_mean"] == pytest.approx(expected["kl_per_sequence_mean"], abs=0.05)
         assert row["reference_pass_seconds"] > 0 < row["reference_moved_bytes"]
