@@ -83,7 +83,7 @@ def real_one(library: Any, file: Path) -> Iterator[str]:
     """llama.cpp's own server, as the package xllamacpp holds it; gives its address."""
     settings = library.CommonParams()
     settings.model.path = str(file)
-    settings.n_ctx, settings.n_parallel, settings.warmup = 512, SLOTS, False
+    settings.n_ctx, settings.n_parallel, settings.warmup = 512 * SLOTS, SLOTS, False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     server = library.Server(settings)
     yield server.listening_address

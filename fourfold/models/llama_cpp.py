@@ -41,7 +41,8 @@ def library(key: str) -> Any:
             f"{key}: llama.cpp needs the Python package llama-cpp-python, which is built for minutes when it is "
             f"installed; try: pip install 'fourfold[llama-cpp]', or {key} = 'torch'"
         )
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else it prints what it finds in every file
+    # Else it prints what it finds in every file; it takes llama.cpp's warnings for errors.
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
     return importlib.import_module(PACKAGE)
 
 

@@ -56,8 +56,8 @@ def test_a_run_is_nearly_that_with_torch(tmp_path: Path, sharing: str) -> None:
     assert row["score_mean"] == its_row["score_mean"]
     assert row["kl_per_sequence_mean"] == pytest.approx(its_row["kl_per_sequence_mean"], abs=0.05)
     assert row["reference_pass_seconds"] > 0
-    # All layers from the ids on, also where the other roles begin above a cached trunk.
-    assert row["reference_score_flops"] >= its_row["reference_score_flops"]
+    if sharing == "trunk":  # all layers from the ids on, where torch begins above the cached trunk
+        assert row["reference_score_flops"] > 1.5 * its_row["reference_score_flops"]
 
 
 @needs_llama_cpp
@@ -87,15 +87,17 @@ def test_the_reference_is_the_actor_after_sft_and_a_stopped_run_ends_the_same(
 @needs_llama_cpp
 def test_a_file_of_the_users_is_another_prior(tmp_path: Path) -> None:
     """Told, not refused; the very file is run, and nothing is written."""
-    other = tmp_path / "other.gguf"
-    write_gguf(other, tiny_model("llama", seed=1), tiny_tokenizer(pad_is_eos=False))
-    trainer = make_trainer(make_config(by_llama_cpp(tmp_path, reference={"engine": "llama_cpp", "model": str(other)})))
+    own, other = tmp_path / "own.gguf", tmp_path / "other.gguf"
+    for seed, file in enumerate((own, other)):
+        write_gguf(file, tiny_model("llama", seed=seed), tiny_tokenizer(pad_is_eos=False))
+    in_torch = settings(tmp_path, by_function("pays_by_hash", steps=2))
+    in_torch = merged(in_torch, {"model": {"path": str(own)}, "reference": {"model": str(other)}})
+    trainer = make_trainer(make_config(merged(in_torch, {"reference": {"engine": "llama_cpp"}})))
     reference = trainer.models.reference
     assert isinstance(reference, LlamaPolicy) and isinstance(reference.engine, LlamaCpp)
     assert reference.engine.file == other and not (tmp_path / "run" / "ppo" / "reference.gguf").exists()
     report = trainer.check()
     assert report.own_reference and report.kl_gap_mean > 0.1 and report.reference_bias is None
-    in_torch = merged(settings(tmp_path, by_function("pays_by_hash", steps=2)), {"reference": {"model": str(other)}})
     by_torch = make_trainer(make_config(in_torch)).check()
     assert report.kl_gap_mean == pytest.approx(by_torch.kl_gap_mean, abs=0.02)
 
