@@ -1,0 +1,1 @@
+"""What a run stands on: devices, nodes and the links between them."""
