@@ -84,7 +84,7 @@ class LlamaResidency:
 class EnginePolicy(OwnPolicy):
     """A frozen policy that another engine runs, in the form of a torch one without weights."""
 
-    def __init__(self, form: OwnPolicy, engine: Engine, held: str) -> None:
+    def __init__(self, form: Policy, engine: Engine, held: str) -> None:
         super().__init__(form.branch, form.head)
         self.engine = engine
         self.held = held  # for people: what its weights are
@@ -106,7 +106,7 @@ class LlamaPolicy(EnginePolicy):
 
     content: Tensor
 
-    def __init__(self, form: OwnPolicy, engine: LlamaCpp, weights: str) -> None:
+    def __init__(self, form: Policy, engine: LlamaCpp, weights: str) -> None:
         super().__init__(form, engine, f"{weights} by llama.cpp")
         with engine.file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").digest()
@@ -139,7 +139,7 @@ def torch_reference(config: RunConfig, base: Base, actor: Policy) -> PreTrainedM
     return whole_model(config, base, actor)[0]
 
 
-def form_of(model: PreTrainedModel) -> OwnPolicy:
+def form_of(model: PreTrainedModel) -> Policy:
     """A policy of this shape without weights."""
     layers = len(getattr(getattr(model, layout_of(model).body), layout_of(model).layers))
     form = OwnPolicy(cut(model, 0, layers, compute_dtype=torch.float32), LanguageHead.of(model))

@@ -13,6 +13,7 @@ from fourfold.config import ConfigError, check_packages
 from fourfold.errors import Interrupted, RunFailed
 from fourfold.models.llama_cpp import PACKAGE, LlamaCpp
 from fourfold.models.llama_roles import LlamaPolicy
+from fourfold.models.loading import convert_gguf
 from fourfold.training import quantization_bench as bench
 from fourfold.training.ppo import describe_roles
 from models.test_loading import write_gguf
@@ -87,11 +88,15 @@ def test_the_reference_is_the_actor_after_sft_and_a_stopped_run_ends_the_same(
 @needs_llama_cpp
 def test_a_file_of_the_users_is_another_prior(tmp_path: Path) -> None:
     """Told, not refused; the very file is run, and nothing is written."""
-    own, other = tmp_path / "own.gguf", tmp_path / "other.gguf"
-    for seed, file in enumerate((own, other)):
-        write_gguf(file, tiny_model("llama", seed=seed), tiny_tokenizer(pad_is_eos=False))
+    other, tokenizer = tmp_path / "other.gguf", tiny_tokenizer(pad_is_eos=False)
+    write_gguf(other, tiny_model("llama", seed=1), tokenizer)
+    # transformers gives every tokenizer that it makes of GGUF a token more, which the tiny one has not.
+    converted = convert_gguf(other, tmp_path / "cache")
+    for file in converted.glob("tokenizer*"):
+        file.unlink()
+    tokenizer.save_pretrained(converted)
     in_torch = settings(tmp_path, by_function("pays_by_hash", steps=2))
-    in_torch = merged(in_torch, {"model": {"path": str(own)}, "reference": {"model": str(other)}})
+    in_torch = merged(in_torch, {"reference": {"model": str(other)}})
     trainer = make_trainer(make_config(merged(in_torch, {"reference": {"engine": "llama_cpp"}})))
     reference = trainer.models.reference
     assert isinstance(reference, LlamaPolicy) and isinstance(reference.engine, LlamaCpp)
