@@ -130,6 +130,7 @@ SAVES: dict[str, Saved] = {
     "nf4 base": FROZEN,
     "int8 reference": of_role("reference"),
     "int8 reward": of_role("reward"),
+    "llama.cpp reference": of_role("reference"),
 }
 # What saves nothing of what is named above on a float32 run: the reference is held in bfloat16 there already.
 NOTHING_HERE = {"overlap scoring", "int8 reference"}

@@ -111,7 +111,8 @@ def on_device(scene: Scene, role: Role) -> bool:
     """Whether a role computes on the device, in this process."""
     if role.name in ("actor", "critic"):
         return True
-    return getattr(scene.config, role.name).residency not in ("cpu", "service")
+    by_torch = role.name != "reference" or scene.config.reference.engine == "torch"
+    return by_torch and getattr(scene.config, role.name).residency not in ("cpu", "service")
 
 
 def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
