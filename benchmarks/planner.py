@@ -1,8 +1,9 @@
-"""What `fourfold.planner.footprint` predicts beside what runs take: peak bytes of every phase and role, config by config.
+"""What `fourfold.planner.footprint` predicts beside what runs take: peak bytes of phases and roles, config by config.
 
-`python -m benchmarks.planner` runs each case for two PPO steps in a process of its own, on models of random weights; --case
-NAME runs one, --dry prints the result. Tensors are counted one by one (memory.count_tensors), which says exactly what
-the formulas are about; resident memory, which also holds what the allocator keeps, is compared more loosely.
+`python -m benchmarks.planner` runs each case for two PPO steps in a process of its own, on models of random weights;
+--case TEXT runs those with that text in their names, --dry prints the result. Tensors are counted one by one
+(memory.count_tensors), which is exactly what the formulas are about; resident memory, which also holds what the
+allocator keeps, is compared more loosely.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ def measure(case: Case, folder: Path) -> Measured:
     if done.returncode != 0:
         raise ValueError(f"{case.name}: the worker ended with {done.returncode}; its messages stand above")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    drawn = Lengths(prompt, max(found["response_length_max"]), statistics.mean(lengths), min(found["response_length_mean"]))
+    drawn = Lengths(
+        prompt, max(found["response_length_max"]), statistics.mean(lengths), min(found["response_length_mean"])
+    )
     return Measured(found["tensors"], found["resident"], found["resting"], drawn)
 
 
@@ -216,7 +219,9 @@ def figures(found: Sequence[Compared]) -> list[Figure]:
         ("besides tensors, resident at rest", _framework(found) / MIB, None),
     ]
     listed = [
-        Figure(name=name, value=value, unit="MiB" if "rest" in name else "share", spread=None, against=None, target=target)
+        Figure(
+            name=name, value=value, unit="MiB" if "rest" in name else "share", spread=None, against=None, target=target
+        )
         for name, value, target in summary
     ]
     for each in found:

@@ -1,7 +1,7 @@
 """Models of random weights for benchmarks/planner.py: every supported family, in the shapes of real ones but small.
 
-Weights are saved in bfloat16, as most published models are. The tokenizer knows a few words, which is enough for prompts
-of any length; ids beyond them are drawn all the same.
+Weights are saved in bfloat16, as most published models are. The tokenizer knows a few words, enough for prompts of
+any length; ids beyond them are drawn all the same.
 """
 
 from __future__ import annotations

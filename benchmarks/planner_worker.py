@@ -1,7 +1,7 @@
 """One measured run of benchmarks/planner.py, in a process of its own: the peak bytes of live tensors, moment by moment.
 
-Reads a configuration (JSON) from standard input and prints a JSON object: bytes by moment, counted tensor by tensor (fourfold.memory.tensors) and as resident memory, and the lengths
-that were drawn.
+Reads a configuration (JSON) from standard input and prints a JSON object: bytes by moment, counted tensor by tensor
+(fourfold.memory.tensors) and as resident memory, and the lengths that were drawn.
 """
 
 from __future__ import annotations

@@ -95,12 +95,11 @@ class RunConfig(Section):
 
     @property
     def reference_differs(self) -> bool:
-        """Whether a reference that is the actor at step 0 computes otherwise (of settings whose `compute` is resolved).
+        """Whether a reference that is the actor at step 0 may compute otherwise than it: pre-flight measures the bias.
 
-        Every KL is then biased by what pre-flight measures.
+        Of settings whose `compute` is resolved.
         """
-        engine = self.reference.engine != "torch"
-        return not self.reference.model and (engine or self.precision.reference_differs)
+        return not self.reference.model and (self.precision.reference_differs or self.reference.computes_elsewhere)
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:

@@ -31,9 +31,11 @@ from fourfold.planner.hardware.measured import (
 )
 
 MIB = 2**20
-# Rows, inputs and outputs of a product: an MLP's in SmolLM2-135M, a square, an MLP's in Llama-3.2-1B, Llama-2-7B, 70B.
+UNITS = {"GFLOP/s": 1e9, "GB/s": 1e9, "GiB": 2**30}
+# Rows, inputs and outputs of a product: an MLP's in SmolLM2-135M, with few rows and with many (the few end before the
+# system turns to another program); a square; an MLP's in Llama-3.2-1B, Llama-2-7B and 70B.
 SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
-    "cpu": ((512, 576, 1536), (1024, 1024, 1024), (512, 2048, 8192)),
+    "cpu": ((128, 576, 1536), (512, 576, 1536), (1024, 1024, 1024), (512, 2048, 8192)),
     "cuda": ((4096, 2048, 8192), (4096, 4096, 11008), (8192, 8192, 28672)),
 }
 SECONDS = 0.3  # for each thing that is measured, at least
@@ -67,21 +69,21 @@ def measure(say: Callable[[str], None], folder: Path | None = None) -> Measureme
     findings = Findings(notes=_circumstances())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flops = {dtype: _products(device, dtype, findings, say) for dtype in multiplied(device)}
-    bandwidth = _record(findings, say, "memory copy, bytes/s read and written", _copy(device))
+    bandwidth = _record(findings, say, "memory copy, read and written", "GB/s", _copy(device))
     pcie = 0.0
     if device.type == "cuda":
-        there = _record(findings, say, "host to device, bytes/s", _pinned(to_device=True))
-        back = _record(findings, say, "device to host, bytes/s", _pinned(to_device=False))
+        there = _record(findings, say, "host to device", "GB/s", _pinned(to_device=True))
+        back = _record(findings, say, "device to host", "GB/s", _pinned(to_device=False))
         pcie = min(there, back)
     write, read = _disk(folder, findings)
-    _record(findings, say, "disk write, bytes/s", write)
-    _record(findings, say, "disk read, bytes/s", read)
-    _record(findings, say, "host memory, bytes", host.host_memory())
+    _record(findings, say, "disk write", "GB/s", write)
+    _record(findings, say, "disk read", "GB/s", read)
+    _record(findings, say, "host memory", "GiB", host.host_memory())
     devices = _equal_devices(device, findings)
     node = Node(
         device=_device(device, flops, bandwidth, pcie),
         devices=devices,
-        link=_record(findings, say, "device to device, bytes/s", _peers()) if devices > 1 else 0.0,
+        link=_record(findings, say, "device to device", "GB/s", _peers()) if devices > 1 else 0.0,
         link_name="peer copies" if devices > 1 else "",
         host_memory=host.host_memory(),
         disk=shutil.disk_usage(folder).free,
@@ -121,9 +123,11 @@ def _equal_devices(device: torch.device, findings: Findings) -> int:
     return equal
 
 
-def _record(findings: Findings, say: Callable[[str], None], name: str, value: float) -> float:
-    findings.figures[name] = value
-    say(f"{name}: {value:.3g}")
+def _record(findings: Findings, say: Callable[[str], None], name: str, unit: str, value: float) -> float:
+    """Write down and tell `value`, which is in bytes, bytes/s or FLOP/s, in a unit for people; returns it."""
+    shown = value / UNITS[unit]
+    findings.figures[f"{name}, {unit}"] = shown
+    say(f"{name}: {shown:,.1f} {unit}")
     return value
 
 
@@ -146,18 +150,19 @@ def _cpu_has(*checks: str) -> bool:
 def _products(device: torch.device, dtype: str, findings: Findings, say: Callable[[str], None]) -> float:
     """FLOP/s of products of a type: the best of the shapes that a quarter of the free memory holds."""
     rates = []
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host.meminfo()["MemAvailable"]
+    available = min(host.meminfo()["MemAvailable"], host.host_memory())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available
     for rows, inputs, outputs in SHAPES[device.type]:
         numbers = rows * inputs + inputs * outputs + rows * outputs
         if 4 * numbers > free / 4:
             continue
         work = _product(device, dtype, rows, inputs, outputs)
         rate = 2 * rows * inputs * outputs / best_seconds(work, device)
-        rates.append(_record(findings, say, f"{dtype} product {rows} x {inputs} x {outputs}, FLOP/s", rate))
+        rates.append(_record(findings, say, f"{dtype} product {rows} x {inputs} x {outputs}", "GFLOP/s", rate))
     if not rates:
         raise ValueError(
             f"this machine cannot be measured: {free / MIB:,.0f} MiB of memory are free, and no product fits into a "
-            "quarter of that; allowed: 50 MiB or more; try when less runs here"
+            "quarter of that; allowed: 20 MiB or more; try when less runs here"
         )
     return max(rates)
 
@@ -175,7 +180,7 @@ def _product(device: torch.device, dtype: str, rows: int, inputs: int, outputs: 
 def best_seconds(work: Callable[[], object], device: torch.device, seconds: float = SECONDS) -> float:
     """The shortest time that `work` has taken, in repetitions for so many seconds and of three at least.
 
-    Short work is repeated within a repetition, so that starting it on a GPU is not what is measured.
+    On a GPU short work is repeated within a repetition, so that starting it is not what is measured.
     """
 
     def once(times: int) -> float:
@@ -187,7 +192,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, seconds: floa
         return (time.perf_counter() - started) / times
 
     once(1)  # caches are warm and kernels loaded from here on
-    times = max(1, round(0.01 / max(once(1), 1e-6)))
+    times = max(1, round(0.01 / max(once(1), 1e-6))) if device.type == "cuda" else 1
     taken: list[float] = []
     until = time.perf_counter() + seconds
     while len(taken) < 3 or time.perf_counter() < until:

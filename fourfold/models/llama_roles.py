@@ -56,6 +56,7 @@ class LlamaResidency:
 
     device = HOST
     elsewhere = False
+    computes_elsewhere = True
     where = f"{HOST}, llama.cpp"
 
     def __init__(self, content: Tensor) -> None:
@@ -107,7 +108,7 @@ class LlamaPolicy(EnginePolicy):
     content: Tensor
 
     def __init__(self, form: Policy, engine: LlamaCpp, weights: str) -> None:
-        super().__init__(form, engine, f"{weights} by llama.cpp")
+        super().__init__(form, engine, weights)
         with engine.file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").digest()
         # Stands for the weights in checksums, so that a run does not go on with another model.
@@ -121,7 +122,7 @@ def reference_by_llama_cpp(config: RunConfig, base: Base, actor: Policy) -> Llam
     """`actor` as it is now, or `reference.model`; ValueError where llama.cpp is not there or says something else."""
     library(KEY)  # a missing one is named before anything is loaded
     model = torch_reference(config, base, actor)
-    file, weights = gguf_file(config.reference.model), "as in the file"
+    file, weights = gguf_file(config.reference.model), "the file's types"
     if file is None:
         weights = WEIGHTS_OF[config.reference.engine]
         require_writable(model.config, KEY)

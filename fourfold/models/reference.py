@@ -58,7 +58,7 @@ def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
     layers = len(getattr(getattr(model, layout.body), layout.layers))
     branch = cut(model, 0, layers, compute_dtype=dtype)
     verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
-    reference = OwnPolicy(branch, LanguageHead.of(model)).to(device)
+    reference = OwnPolicy(branch, LanguageHead.of(model, base.budget)).to(device)
     freeze(reference)
     out_of_the_file(reference)
     prepare_for_decoding(reference.branch)

@@ -43,7 +43,7 @@ def reference_at_llama_server(config: RunConfig, base: Base, actor: Policy) -> E
     server = LlamaServer(config.service, ordinary_ids(base.tokenizer) - base.eos_ids)
     model = torch_reference(config, base, actor)
     verify_engine(server, model, base.tokenizer, server.url)
-    reference = EnginePolicy(form_of(model), server, "a llama-server's weights")
+    reference = EnginePolicy(form_of(model), server, "its file's types")
     reference.residency = server
     return reference
 

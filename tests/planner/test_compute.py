@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -175,6 +175,7 @@ def test_layers_that_differ_are_counted_by_their_place() -> None:
     assert upper - lower == 2 * 5 * (experts - mlp)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(min_value=0, max_value=40), max_size=8), st.integers(min_value=0, max_value=50))
 def test_causal_attention_counts_the_lower_triangle(lengths: list[int], window: int) -> None:
     """Within a window, the band below the diagonal."""

@@ -37,8 +37,9 @@ def test_more_is_never_less(sharing: str, rows: int, prompt: int, response: int,
 
     def bill(size: dict[str, int]) -> Footprint:
         model = architecture(layers=size["layers"])
-        batch = {name: size[name] for name in ("rows", "prompt", "response")}
-        return footprint(scene(*sharing, model=model, **batch))
+        return footprint(
+            scene(*sharing, model=model, rows=size["rows"], prompt=size["prompt"], response=size["response"])
+        )
 
     less, greater = bill(size), bill({**size, more: size[more] + 1})
     for moment in less.moments:

@@ -51,7 +51,9 @@ def test_a_run_is_nearly_that_with_torch(tmp_path: Path, sharing: str) -> None:
     assert isinstance(reference, LlamaPolicy) and isinstance(reference.engine, LlamaCpp)
     report = trainer.check()
     assert report.reference_bias is not None and abs(report.reference_bias.per_token_mean) < 5e-3
-    assert "held in F16 by llama.cpp" in (report.warning() or "") and not report.own_reference
+    assert (
+        "held in F16 and computed elsewhere (cpu, llama.cpp)" in (report.warning() or "") and not report.own_reference
+    )
     assert "llama.cpp" in describe_roles(trainer)
     [row], [its_row] = steps_of(trainer), expected
     assert row["score_mean"] == its_row["score_mean"]
@@ -111,7 +113,8 @@ def test_a_file_of_the_users_is_another_prior(tmp_path: Path) -> None:
 def test_a_bias_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     tree = by_llama_cpp(tmp_path, "llama_cpp_q8_0", precision={"max_reference_bias": 1e-7})
     with pytest.raises(
-        RunFailed, match=r"the reference in Q8_0 by llama.cpp biases every KL .* leave out reference.eng"
+        RunFailed,
+        match=r"the reference in Q8_0 and computed elsewhere .* biases every KL .* leave out reference.engine,",
     ):
         make_trainer(make_config(tree)).check()
 

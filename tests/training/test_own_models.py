@@ -108,6 +108,25 @@ def test_a_run_scored_by_onnx_runtime(tmp_path: Path) -> None:
     assert rows[0]["score_mean"] == pytest.approx(exact[0]["score_mean"], rel=1e-4)
     assert rows[0]["score_std"] == pytest.approx(exact[0]["score_std"], rel=1e-3)
     assert rows[0]["reward_forward_tokens"] == exact[0]["reward_forward_tokens"]
+    assert "reward_pass_seconds" not in exact[0]
+    for row in rows:
+        assert 0 < row["reward_pass_seconds"] == row["offloaded_pass_seconds"] <= row["score_seconds"]
+        assert row["reward_moved_bytes"] == 0
+        assert row["offloaded_per_generate_ratio"] == row["offloaded_pass_seconds"] / row["generate_seconds"]
+    seconds = sum(row["reward_pass_seconds"] for row in rows)
+    said = trainer.accountant.hiding.condition(generate_seconds=1e9)
+    assert said.startswith(f"offload: scoring by reward (cpu, onnxruntime) took {seconds:.1f} s, sampling 1000000000.0")
+    assert "it could be hidden behind the next batch's sampling" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_reward_model_on_the_cpu_below_a_gpu_says_whether_sampling_could_hide_it(tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(merged(scored_by(tmp_path, device="cpu"), {"system": {"device": "cuda"}})))
+    row = trainer.step()
+    assert 0 < row["reward_pass_seconds"] <= row["score_seconds"]
+    said = trainer.accountant.hiding.condition(generate_seconds=1e9)
+    assert said.startswith("offload: scoring by reward (cpu, computes there) took ")
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         _of_the_trunk(config.trunk, because)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
+    if "ppo" not in config.stages:
+        because("stages has no ppo, and a plan is one of ppo", "memory", "levers")
     if "service" not in (config.reference.residency, config.reward.residency):
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)

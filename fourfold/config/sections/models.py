@@ -124,8 +124,9 @@ class PrecisionSection(Section):
     max_reference_bias: PositiveFloat = Field(
         default=0.05,
         description="Largest size, in nats a token, of the mean difference between log-probs in the actor's numerics "
-        "and those of the reference as it is held: what every KL is biased by. Pre-flight measures it, and beyond it "
-        "the run is refused.",
+        "and those of the reference as it is held, or where reference.residency has it computed: what every KL is "
+        "biased by. Pre-flight measures it on a rollout, with its standard error over responses, and refuses a mean "
+        "that is larger by more than two of these.",
     )
 
     @property
@@ -166,8 +167,16 @@ class MemorySection(Section):
     )
     budget_gib: NonNegativeFloat = Field(
         default=0.0,
-        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU; 0 is no "
-        "limit. A pass that needs more is done again with half the rows.",
+        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU, where it "
+        "is looked at between layers, chunks of logits and steps of parked states, not within them; 0 is no limit. A "
+        "pass that needs more is done again with half the rows.",
+    )
+    levers: Literal["given", "exact", "bounded"] = Field(
+        default="given",
+        description="Which levers ppo takes so that it fits into budget_gib (0: into the device): 'given', those of "
+        "these settings. Or the planner adds some when the run starts, so that it is the fastest that fits: 'exact', "
+        "after which updates stay the same but for the order of sums; 'bounded', those too that round. Keys that are "
+        "given stay. A run goes on with what was chosen for it.",
     )
     count_tensors: bool = Field(
         default=False,
@@ -179,8 +188,8 @@ RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
     "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
     "'cpu', for a run on CUDA: in host memory, where the CPU computes with them; scores stay the same but for "
-    "rounding. 'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal "
-    "but for rounding)."
+    "rounding. 'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk, and on "
+    "another kind of machine, equal but for rounding)."
 )
 
 
@@ -200,6 +209,11 @@ class ReferenceSection(Section):
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
 
+    @property
+    def computes_elsewhere(self) -> bool:
+        """Whether other kernels than the actor's may compute it."""
+        return self.engine != "torch" or self.residency in ("cpu", "service")
+
 
 class SystemSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="'auto' takes CUDA where there is one.")
@@ -208,7 +222,9 @@ class SystemSection(Section):
 
 class ServiceSection(Section):
     url: str = Field(
-        default="", description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'."
+        default="",
+        description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'; with "
+        "reference.engine = 'llama_cpp' that of a llama-server.",
     )
     token_env: str = Field(
         default="", description="Name of the environment variable that holds the service's token; empty: no token."

@@ -113,7 +113,10 @@ class Architecture:
 
     def expert_layers(self, start: int = 0, stop: int | None = None) -> int:
         """How many of the layers [start, stop) have experts."""
-        return sum(self.has_experts(layer) for layer in range(start, self.layers if stop is None else stop))
+        if self.experts is None:
+            return 0
+        stop = self.layers if stop is None else stop
+        return stop - start - sum(start <= layer < stop for layer in self.dense_layers)
 
     @property
     def expert_parameters(self) -> int:
@@ -122,37 +125,42 @@ class Architecture:
 
     def layer_matrices(self, layer: int, *, active: bool = False) -> int:
         """Weights in the matrices of a layer, biases left out; `active`: those that one token is multiplied with."""
-        if not self.has_experts(layer):
-            return self.attention_matrix_parameters + self.mlp_matrix_parameters
-        assert self.experts is not None
-        router = self.hidden * (self.experts.count + int(self.experts.shared_gate))
-        shared = 3 * self.hidden * self.experts.shared_intermediate
-        experts = (self.experts.per_token if active else self.experts.count) * self.expert_parameters
-        return self.attention_matrix_parameters + router + shared + experts
+        return self.matrices_of(layer, layer + 1, active=active)
 
     def matrices_of(self, start: int, stop: int, *, active: bool = False) -> int:
         """The same of the layers [start, stop) together."""
-        return sum(self.layer_matrices(layer, active=active) for layer in range(start, stop))
+        mixed = self.expert_layers(start, stop)
+        dense = (stop - start - mixed) * self.mlp_matrix_parameters
+        return (stop - start) * self.attention_matrix_parameters + dense + mixed * self._mixture(active)
 
-    def _vectors(self, layer: int) -> int:
-        """Biases and norms of a layer."""
+    def _mixture(self, active: bool) -> int:
+        """Weights of one layer's router, shared experts and experts, all or those that one token is sent to."""
+        if self.experts is None:
+            return 0
+        router = self.hidden * (self.experts.count + int(self.experts.shared_gate))
+        shared = 3 * self.hidden * self.experts.shared_intermediate
+        return router + shared + (self.experts.per_token if active else self.experts.count) * self.expert_parameters
+
+    def _attention_vectors(self) -> int:
+        """Biases and norms within one layer's attention."""
         latent, bias = self.latent, int(self.qkv_bias)
         if latent is None:
-            vectors = bias * self.head_dim * (self.heads + 2 * self.kv_heads)
+            projections = bias * self.head_dim * (self.heads + 2 * self.kv_heads)
         else:
             # The norms of the small vectors, and the biases of the projections to them.
-            vectors = latent.query_rank + latent.rank + bias * (latent.query_rank + latent.rank + latent.rotary)
-        vectors += self.output_bias * self.hidden
-        experts = self.experts if self.has_experts(layer) else None
-        width = self.intermediate if experts is None else experts.shared_intermediate
-        if self.mlp_bias and width:
-            vectors += self.hidden + (2 if self.gated_mlp else 1) * width
-        vectors += self.norms_per_layer * self.norm_vectors * self.hidden
-        return vectors + self.query_key_norm * 2 * self.head_dim
+            projections = latent.query_rank + latent.rank + bias * (latent.query_rank + latent.rank + latent.rotary)
+        return projections + self.output_bias * self.hidden + self.query_key_norm * 2 * self.head_dim
+
+    def _mlp_biases(self, width: int) -> int:
+        return self.hidden + (2 if self.gated_mlp else 1) * width if self.mlp_bias and width else 0
 
     def parameters_of(self, start: int, stop: int) -> int:
         """Parameters of the layers [start, stop) together, norms and biases included."""
-        return self.matrices_of(start, stop) + sum(self._vectors(layer) for layer in range(start, stop))
+        mixed = self.expert_layers(start, stop)
+        shared = 0 if self.experts is None else self.experts.shared_intermediate
+        biases = (stop - start - mixed) * self._mlp_biases(self.intermediate) + mixed * self._mlp_biases(shared)
+        vectors = self._attention_vectors() + self.norms_per_layer * self.norm_vectors * self.hidden
+        return self.matrices_of(start, stop) + biases + (stop - start) * vectors
 
     @property
     def layer_parameters(self) -> int:

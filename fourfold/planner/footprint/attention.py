@@ -40,7 +40,7 @@ def attend(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch:
     form = layer.form
     if form.attention == "eager":
         return _eager(t, query, key, value, layer, batch, mask)
-    groups = form.architecture.heads // form.architecture.kv_heads
+    groups = 1 if form.architecture.latent else form.architecture.heads // form.architecture.kv_heads
     # torch's kernels group keys themselves where there is no mask; transformers repeats them for a mask.
     if groups > 1 and mask is not None and batch.time > 1:
         key, value = _repeated(t, key, groups), _repeated(t, value, groups)
@@ -50,7 +50,8 @@ def attend(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch:
     if mask is not None:
         saved.append(t.empty(mask.numbers, query.width))  # as numbers that are added to the scores
     saved.append(t.empty(batch.tokens * form.architecture.heads, 4))  # logsumexp
-    return ops.keeping_output(t, query.numbers, query.width, [query, key, value], saved)
+    a = form.architecture
+    return ops.keeping_output(t, batch.tokens * a.heads * a.value_dim, query.width, [query, key, value], saved)
 
 
 def _repeated(t: Tape, x: Value, groups: int) -> Value:

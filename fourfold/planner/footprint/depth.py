@@ -25,7 +25,7 @@ BELOW = "below the device"
 
 
 def at_depth(run: Callable[[int], Stages], layers: int, period: int = 1) -> Stages:
-    """The stages of `run(layers)`, taken from two runs of fewer where there are many; every `period` layers are alike."""
+    """The stages of `run(layers)`, from two runs of fewer where there are many; every `period` layers are alike."""
     few = layers % period + (3 * period if period > 1 else 4)
     more = few + period
     if layers <= more:

@@ -53,6 +53,11 @@ class Form:
     cuda: bool = False
 
     @property
+    def start(self) -> int:
+        """The first of its layers, counted in the whole model."""
+        return 0 if self.embedding else self.architecture.layers - self.layers
+
+    @property
     def autocast(self) -> int:
         """The width that products are cast to; 0 where none is."""
         return self.compute if self.compute != 4 else 0

@@ -115,7 +115,11 @@ def sample(t: Tape, rows: int, form: HeadForm) -> None:
     """Logits of one token a row, tempered, and their powers."""
     numbers = rows * form.vocabulary
     few = rows <= 64 and form.compute == 4 and not form.cuda
-    widened = t.storage(min(WIDENED_ROWS, form.vocabulary) * form.hidden * form.compute, "buffers") if form.in_pieces else None
+    widened = (
+        t.storage(min(WIDENED_ROWS, form.vocabulary) * form.hidden * form.compute, "buffers")
+        if form.in_pieces
+        else None
+    )
     product = [t.storage(numbers * form.compute, "logits") for _ in range(1 + (few or form.in_pieces))]
     del widened
     logits = t.storage(numbers * 4, "logits") if form.compute != 4 else product.pop()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.planner.bill import MOMENTS, Item, Moment, Tier
 from fourfold.planner.footprint.form import Form
+from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.footprint.passes import Texts
-from fourfold.planner.footprint.roles import Cast, Role, layer_matrix_bytes, linear_layers, lora_numbers, part_bytes
+from fourfold.planner.footprint.roles import Cast, Role, lora_numbers, part_bytes
 from fourfold.planner.quantization import GGUF_BYTES
 from fourfold.planner.scene import WIDTHS, Scene
 
@@ -31,7 +32,7 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield Item("trunk" if cast.trunk is not None else "base", "weights", head.numbers * head.width, ALWAYS, why=why)
     if cast.trained_trunk is not None:
         form = cast.trained_trunk
-        numbers = form.layers * form.architecture.layer_parameters
+        numbers = form.architecture.parameters_of(0, form.layers)
         yield Item("trunk", "masters", 4 * numbers, ALWAYS, why=f"trained copy: {numbers:,} parameters x 4 bytes")
     for role in (cast.actor, cast.critic):
         yield from _trained_weights(scene, role)
@@ -48,9 +49,9 @@ def of_the_base(scene: Scene, role: Role) -> bool:
 def _of_part(form: Form) -> str:
     a = form.architecture
     held = form.quantized or f"{form.matrices} bytes a number"
-    return f"{form.layers} of {a.layers} layers x {a.layer_parameters:,} parameters, matrices in {held}" + (
-        f"; embedding {a.embedding_parameters:,} x {form.table} bytes" if form.embedding else ""
-    )
+    layers = a.parameters_of(form.start, form.start + form.layers)
+    said = f"{form.layers} of {a.layers} layers with {layers:,} parameters, matrices in {held}"
+    return said + (f"; embedding {a.embedding_parameters:,} x {form.table} bytes" if form.embedding else "")
 
 
 def _trained_weights(scene: Scene, role: Role) -> Iterator[Item]:
@@ -91,11 +92,11 @@ def _frozen_weights(scene: Scene, role: Role) -> Iterator[Item]:
 
 
 def _layer_bytes(form: Form) -> int:
-    a = form.architecture
+    """Of the largest layer's own weights."""
     if form.lora is not None:
         return lora_numbers(form) // max(form.layers, 1) * form.lora.width
-    vectors = a.layer_parameters - a.attention_matrix_parameters - a.mlp_matrix_parameters
-    return layer_matrix_bytes(form) + vectors * form.vectors
+    one = replace(form, layers=1, embedding=False, norm=False)
+    return part_bytes(one)
 
 
 def sampler_copy(scene: Scene, cast: Cast) -> Iterator[Item]:
@@ -116,7 +117,7 @@ def sampler_copy(scene: Scene, cast: Cast) -> Iterator[Item]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Who is trained: parameters, numbers of them in matrices, and the matrices' sizes with how many there are of each."""
+    """Who is trained: parameters, those of them in matrices, and sizes of matrices with how many there are of each."""
 
     name: str
     numbers: int
@@ -138,9 +139,9 @@ def trained(cast: Cast) -> list[Trained]:
     found = [Trained(r.name, r.trained_numbers(), r.matrix_numbers(), r.matrix_sizes()) for r in roles]
     if cast.trained_trunk is not None:
         form = cast.trained_trunk
-        sizes = [(outputs * inputs, form.layers) for _, outputs, inputs in linear_layers(form.architecture)]
-        matrices = sum(size * count for size, count in sizes)
-        found.append(Trained("trunk", form.layers * form.architecture.layer_parameters, matrices, sizes))
+        sizes = [(each.numbers, each.count) for each in linears_of(form)]
+        numbers = form.architecture.parameters_of(0, form.layers)
+        found.append(Trained("trunk", numbers, sum(size * count for size, count in sizes), sizes))
     return found
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fourfold.planner.footprint import ops
 from fourfold.planner.footprint.attention import Cache, attend, remembered
 from fourfold.planner.footprint.form import Batch, Form, Layer
+from fourfold.planner.footprint.latent import latent_attention
+from fourfold.planner.footprint.mixture import mixture
 from fourfold.planner.footprint.projections import project
 from fourfold.planner.footprint.tape import Tape, Value
 
@@ -78,8 +80,15 @@ def new_gelu(t: Tape, x: Value, form: Form) -> Value:
     return ops.multiply(t, half, one_more)
 
 
+def relu(t: Tape, x: Value, form: Form) -> Value:
+    """OPT's: keeps its output, which the next product keeps as well."""
+    return ops.keeping_output(t, x.numbers, x.width, [x], [])
+
+
 def gated_mlp(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or experts in its place."""
+    if layer.form.architecture.has_experts(layer.form.architecture.layers - 1):
+        return mixture(t, x, layer, around.batch)
     inner = layer.form.architecture.intermediate
     gate = silu(t, project(t, x, layer, "gate_proj", inner, around.batch), layer.form)
     product = ops.multiply(t, gate, project(t, x, layer, "up_proj", inner, around.batch))
@@ -107,13 +116,16 @@ def _attention(t: Tape, x: Value, layer: Layer, around: Surroundings, run: Calla
 def llama_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:
     """Separate projections, rotary positions, grouped keys; Qwen3 norms queries and keys by head."""
     a, batch = layer.form.architecture, around.batch
+    if a.latent is not None:
+        return latent_attention(t, x, layer, batch, around.mask, around.cache)
+    head_norm = NORMS.get(a.family, rms_norm)
     query = project(t, x, layer, "q_proj", a.heads * a.head_dim, batch)
-    query = rms_norm(t, query, layer, "q_norm", a.head_dim) if a.query_key_norm else query
+    query = head_norm(t, query, layer, "q_norm", a.head_dim) if a.query_key_norm else query
     key = project(t, x, layer, "k_proj", a.kv_heads * a.head_dim, batch)
-    key = rms_norm(t, key, layer, "k_norm", a.head_dim) if a.query_key_norm else key
+    key = head_norm(t, key, layer, "k_norm", a.head_dim) if a.query_key_norm else key
     value = project(t, x, layer, "v_proj", a.kv_heads * a.head_dim, batch)
-    assert around.rotary is not None
-    query, key = rotated(t, query, *around.rotary), rotated(t, key, *around.rotary)
+    if around.rotary is not None:
+        query, key = rotated(t, query, *around.rotary), rotated(t, key, *around.rotary)
     key, value = remembered(t, key, value, layer, around.cache)
     out = attend(t, query, key, value, layer, batch, around.mask)
     return project(t, out, layer, "o_proj", a.hidden, batch)
@@ -226,13 +238,30 @@ def neox_layer(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:
     return ops.add(t, ops.add(t, forward, out), x)
 
 
+def opt_layer(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:
+    """LayerNorms, separate projections without rotary positions, an MLP without a gate."""
+    size = layer.form.architecture.hidden
+    residual = x
+    hidden = layer_norm(t, x, layer, "self_attn_layer_norm", size)
+    del x
+    hidden = ops.add(t, residual, _attention(t, hidden, layer, around, llama_attention))
+    residual = hidden
+    hidden = layer_norm(t, hidden, layer, "final_layer_norm", size)
+    return ops.add(t, residual, plain_mlp(t, hidden, layer, around, ("fc1", "fc2"), relu))
+
+
 LAYERS: dict[str, Callable[[Tape, Value, Layer, Surroundings], Value]] = {
     "gemma": gemma_layer,
     "gemma2": gemma_layer,
+    "gemma3_text": gemma_layer,
+    "opt": opt_layer,
     "gpt2": gpt2_layer,
     "gpt_neox": neox_layer,
 }
-NORMS = {"gemma": gemma_norm, "gemma2": gemma_norm, "gpt2": layer_norm, "gpt_neox": layer_norm}
+NORMS = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma_norm),
+    **dict.fromkeys(("gpt2", "gpt_neox", "opt"), layer_norm),
+}
 
 
 def run_layer(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Value:

@@ -97,5 +97,6 @@ class Part:
         a = self.form.architecture
         if a.learned_positions:
             return None
-        numbers = round(batch.tokens * a.head_dim * ROTARY_SHARE.get(a.family, 1.0))
+        size = a.head_dim if a.latent is None else a.latent.rotary
+        numbers = round(batch.tokens * size * ROTARY_SHARE.get(a.family, 1.0))
         return t.empty(numbers, self.form.compute), t.empty(numbers, self.form.compute)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from fourfold.planner.architectures import Architecture
+from fourfold.planner.bill import Kind
 from fourfold.planner.footprint import head as heads
 from fourfold.planner.footprint import ops
 from fourfold.planner.footprint.attention import Cache
@@ -150,7 +152,17 @@ def sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
         token(Batch(texts.rows, 1, keys, texts.padded))
         return _stages(t)
 
-    return _for_all_layers(run, role.form, trunk)
+    stages = _for_all_layers(run, role.form, trunk)
+    return {name: _within_windows(role.form.architecture, texts, kinds) for name, kinds in stages.items()}
+
+
+def _within_windows(a: Architecture, texts: Texts, kinds: dict[Kind, Line]) -> dict[Kind, Line]:
+    """Layers with a window cache no more tokens than that."""
+    tokens, cache = texts.prompt + texts.response, kinds.get("KV cache")
+    if cache is None or not any(0 < window < tokens for window in a.windows):
+        return kinds
+    share = a.cache_bytes(tokens, 1) / (a.layers * tokens * a.cached_numbers)
+    return {**kinds, "KV cache": Line(round(cache.bytes * share), round(cache.a_layer * share))}
 
 
 @dataclass(frozen=True, slots=True)

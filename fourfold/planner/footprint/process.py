@@ -41,7 +41,7 @@ def _base(scene: Scene, cast: Cast) -> tuple[int, str]:
     width = 4 if config.sharing.mode == "none" else WIDTHS[scene.compute]
     whole = a.parameters() * width
     own = part_bytes(cast.actor.form) if cast.trunk is not None and config.sharing.mode == "trunk" else 0
-    own += a.layers * a.layer_parameters * width if cast.trunk is not None and config.sharing.mode == "adapters" else 0
+    own += part_bytes(cast.actor.form) if cast.trunk is not None and config.sharing.mode == "adapters" else 0
     return whole + own, f"the base model: {a.parameters():,} parameters x {width} bytes, and copies of the upper layers"
 
 
@@ -63,5 +63,5 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
     elif config.reference.residency == "service":
         reference = 0
     reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
-    widened = 6 * cast.actor.largest() if not half and not reward == 0 else 0
+    widened = 6 * cast.actor.largest() if not half and reward else 0
     return shared + own + reference + scorer + reward + widened, "actor, critic, reference and reward in float32"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.footprint.form import Attention, Form, Lora
 from fourfold.planner.footprint.head import HeadForm
+from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 from fourfold.planner.scene import WIDTHS, Scene
 
@@ -46,22 +47,27 @@ class Role:
             return lora_numbers(form) + scalar
         if not form.trained:
             return 0
-        head = self.head.numbers if self.head is not None and self.head.trained and not self.tied else 0
-        return form.layers * a.layer_parameters + _ends(form) + head + scalar
+        layers = a.parameters_of(form.start, form.start + form.layers)
+        return layers + _ends(form) + self._own_head_numbers() + scalar
+
+    def _own_head_numbers(self) -> int:
+        head = self.head
+        return head.numbers if head is not None and head.trained and not self.tied else 0
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Of the trained parameters that are matrices: numbers in each, and how many there are of that size."""
-        a, form = self.form.architecture, self.form
-        layers = linear_layers(a)
-        if form.lora is not None:
-            both = [(form.lora.rank * size, form.layers) for n, o, i in layers if form.lora.on(n) for size in (o, i)]
-            return [*both, (a.hidden, int(self.scalar))]
+        a, form, scalar = self.form.architecture, self.form, (self.form.architecture.hidden, int(self.scalar))
+        lora = form.lora
+        if lora is not None:
+            on = [each for each in linears_of(form) if lora.on(each.name)]
+            return [*((lora.rank * size, each.count) for each in on for size in each[1:3]), scalar]
         if not form.trained:
             return []
-        found = [(outputs * inputs, form.layers) for _, outputs, inputs in layers]
-        found += [(a.vocabulary * a.hidden, int(form.embedding)), (a.learned_positions * a.hidden, int(form.embedding))]
-        head = self.head is not None and self.head.trained and not self.tied
-        return [*found, (a.vocabulary * a.hidden, int(head)), (a.hidden, int(self.scalar))]
+        found = [(each.numbers, each.count) for each in linears_of(form)]
+        places = a.learned_positions * a.hidden
+        found += [(size, int(form.embedding)) for size in (a.embedding_parameters - places, places)]
+        head = self._own_head_numbers()
+        return [*found, (head, int(head > 0)), scalar]
 
     def matrix_numbers(self) -> int:
         """Of the trained ones, those in matrices that autocast rounds for products; adapters stay as they are."""
@@ -74,11 +80,6 @@ class Role:
         return max((size for size, count in self.matrix_sizes() if count), default=0)
 
 
-def layer_matrices(a: Architecture) -> int:
-    """Numbers in matrices of one layer."""
-    return a.attention_matrix_parameters + a.mlp_matrix_parameters
-
-
 def _ends(form: Form) -> int:
     a = form.architecture
     return (a.embedding_parameters if form.embedding else 0) + (a.final_norm_parameters if form.norm else 0)
@@ -86,39 +87,27 @@ def _ends(form: Form) -> int:
 
 def part_bytes(form: Form) -> int:
     """Bytes of a part's own weights, adapters left out."""
-    a = form.architecture
-    matrices = layer_matrices(a)
-    vectors = (a.layer_parameters - matrices) * form.vectors
+    a, stop = form.architecture, form.start + form.layers
+    vectors = a.parameters_of(form.start, stop) - a.matrices_of(form.start, stop)
     table = a.embedding_parameters * form.table if form.embedding else 0
-    norm = a.final_norm_parameters * form.vectors if form.norm else 0
-    return form.layers * (layer_matrix_bytes(form) + vectors) + table + norm
+    norm = a.final_norm_parameters if form.norm else 0
+    return matrix_bytes_of(form) + (vectors + norm) * form.vectors + table
 
 
-def layer_matrix_bytes(form: Form) -> int:
-    """Of one layer's matrices."""
+def matrix_bytes_of(form: Form) -> int:
+    """Of the matrices of all its layers."""
     if not form.quantized:
-        return layer_matrices(form.architecture) * form.matrices
-    return sum(matrix_bytes(form.quantized, outs, ins) for _, outs, ins in linear_layers(form.architecture))
-
-
-def linear_layers(a: Architecture) -> list[tuple[str, int, int]]:
-    """Name, outputs and inputs of each linear layer of a decoder layer."""
-    q, kv, h, inner = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden, a.intermediate
-    if a.family == "gpt2":
-        return [("c_attn", 3 * h, h), ("c_proj", h, h), ("c_fc", inner, h), ("c_proj", h, inner)]
-    if a.family == "gpt_neox":
-        return [("query_key_value", 3 * h, h), ("dense", h, h), ("dense_h_to_4h", inner, h), ("dense_4h_to_h", h, inner)]
-    attention = [("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)]
-    gate = [("gate_proj", inner, h)] if a.gated_mlp else []
-    return [*attention, *gate, ("up_proj", inner, h), ("down_proj", h, inner)]
+        return form.architecture.matrices_of(form.start, form.start + form.layers) * form.matrices
+    return sum(each.count * matrix_bytes(form.quantized, each.outputs, each.inputs) for each in linears_of(form))
 
 
 def lora_numbers(form: Form) -> int:
     """Numbers of a part's adapters: rank x (outputs + inputs) a linear layer, and DoRA's lengths."""
     lora = form.lora
     assert lora is not None
-    on = [(outs, ins) for name, outs, ins in linear_layers(form.architecture) if lora.on(name)]
-    return form.layers * sum(lora.rank * (outs + ins) + (outs if lora.dora else 0) for outs, ins in on)
+    on = [each for each in linears_of(form) if lora.on(each.name)]
+    dora = int(lora.dora)
+    return sum(each.count * (lora.rank * (each.outputs + each.inputs) + dora * each.outputs) for each in on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +130,55 @@ class Cast:
 def cast_of(scene: Scene) -> Cast:
     """The roles of a scene."""
     config, a = scene.config, scene.base
-    mode, precision = config.sharing.mode, config.precision
-    compute = WIDTHS[scene.compute]
+    mode, depth = config.sharing.mode, _depth(scene)
     shared = mode != "none"
-    depth = _depth(scene)
-    frozen = _width(precision.frozen, compute)
-    trained_trunk = mode == "trunk" and config.trunk.train
-    quantized = precision.frozen if precision.frozen in QUANTIZED else ""
-    attention = _attention(scene)
-    plain = Form(
-        architecture=a,
-        layers=a.layers - depth,
+    plain, head = _plain(scene, depth), _head(scene)
+    trunk = _trunk(scene, plain, depth) if depth else None
+    trained_trunk = None
+    if trunk is not None and mode == "trunk" and config.trunk.train:
+        trained_trunk = replace(_learning(scene, trunk), matrices=4, vectors=4, trained=True)
+    own, learner = plain, replace(_learning(scene, plain), trained=True, table_trained=depth == 0)
+    if mode == "adapters":
+        held = _width(config.precision.frozen, plain.compute)
+        own = replace(plain, matrices=held, vectors=plain.compute, table=held, quantized=_quantized(scene))
+        lora = Lora(config.adapters.rank, config.adapters.targets, config.adapters.dora)
+        learner = replace(_learning(scene, own), lora=lora)
+    tied = a.tied_embeddings and not shared
+    actor = Role("actor", learner, head, own_head=not shared, tied=tied)
+    critic = Role("critic", learner)
+    if config.memory.optimizer_residency == "offload" and mode != "adapters":
+        actor, critic = _narrowed(actor), _narrowed(critic)
+    return Cast(
+        trunk=trunk,
+        trained_trunk=trained_trunk,
+        actor=actor,
+        critic=critic,
+        reference=_reference(scene, own, head, tied=tied),
+        reward=_reward(scene, own),
+        shared_head=head if shared and not a.tied_embeddings else None,
+    )
+
+
+def _plain(scene: Scene, depth: int) -> Form:
+    """The layers above a trunk of `depth`, in float32."""
+    return Form(
+        architecture=scene.base,
+        layers=scene.base.layers - depth,
         embedding=depth == 0,
         norm=True,
-        compute=compute,
-        attention=attention,
+        compute=WIDTHS[scene.compute],
+        attention=_attention(scene),
         cuda=not scene.on_cpu,
     )
-    head = HeadForm(
+
+
+def _head(scene: Scene) -> HeadForm:
+    """The language head of the actor."""
+    a, compute, shared = scene.base, WIDTHS[scene.compute], scene.config.sharing.mode != "none"
+    frozen = _width(scene.config.precision.frozen, compute)
+    return HeadForm(
         vocabulary=a.vocabulary,
-        hidden=a.hidden,
+        hidden=a.embedding_width or a.hidden,
         compute=compute,
         width=frozen if shared else 4,
         product=_product(scene, scene.compute),
@@ -169,40 +187,40 @@ def cast_of(scene: Scene) -> Cast:
         in_pieces=shared and frozen != compute,
         cuda=not scene.on_cpu,
     )
-    trunk = None
-    if depth:
-        trunk = replace(
-            plain, layers=depth, embedding=True, norm=False, compute=frozen,
-            matrices=frozen, vectors=4 if trained_trunk else frozen, table=frozen, quantized=quantized,
-        )  # fmt: skip
-        if trained_trunk and compute == 4 and scene.stored_in("base") == "bfloat16" and a.family not in TRANSPOSED:
-            trunk = replace(trunk, matrices=2)
-    learns = {
-        "checkpointing": config.memory.checkpointing,
-        "checkpoint_every": config.memory.checkpoint_every,
-        "offload": config.memory.activation_offload,
-    }
-    if mode == "adapters":
-        own = replace(plain, matrices=frozen, vectors=compute, table=frozen, quantized=quantized)
-        lora = Lora(config.adapters.rank, config.adapters.targets, config.adapters.dora)
-        learner = replace(own, lora=lora, **learns)
-    else:
-        own = plain
-        learner = replace(plain, trained=True, table_trained=depth == 0, **learns)
-    tied = a.tied_embeddings and not shared
-    actor = Role("actor", learner, head, own_head=not shared, tied=tied)
-    critic = Role("critic", learner)
-    if config.memory.optimizer_residency == "offload" and mode != "adapters":
-        actor, critic = _narrowed(actor, compute), _narrowed(critic, compute)
-    return Cast(
-        trunk=trunk,
-        trained_trunk=_trained_trunk(trunk, learns) if trunk is not None and trained_trunk else None,
-        actor=actor,
-        critic=critic,
-        reference=_reference(scene, own, head, tied),
-        reward=_reward(scene, own),
-        shared_head=None if not shared or (a.tied_embeddings and (depth or mode == "adapters")) else head,
+
+
+def _trunk(scene: Scene, plain: Form, depth: int) -> Form:
+    """The frozen layers below, all of them in the type of `precision.frozen`."""
+    width = _width(scene.config.precision.frozen, plain.compute)
+    trunk = replace(
+        plain, layers=depth, embedding=True, norm=False, compute=width, matrices=width, vectors=width, table=width,
+        quantized=_quantized(scene),
+    )  # fmt: skip
+    if scene.config.sharing.mode != "trunk" or not scene.config.trunk.train:
+        return trunk
+    exact = plain.compute == 4 and _narrows(scene.base, scene.stored_in("base"))
+    return replace(trunk, vectors=4, matrices=2 if exact else width)
+
+
+def _learning(scene: Scene, form: Form) -> Form:
+    """With what is kept, forgotten or moved of its activations."""
+    memory = scene.config.memory
+    return replace(
+        form,
+        checkpointing=memory.checkpointing,
+        checkpoint_every=memory.checkpoint_every,
+        offload=memory.activation_offload,
     )
+
+
+def _narrows(a: Architecture, stored: str) -> bool:
+    """Whether frozen float32 matrices are held in bfloat16 because that is the same numbers."""
+    return stored == "bfloat16" and a.family not in TRANSPOSED
+
+
+def _quantized(scene: Scene) -> str:
+    held = scene.config.precision.frozen
+    return held if held in QUANTIZED else ""
 
 
 def _depth(scene: Scene) -> int:
@@ -229,64 +247,71 @@ def _product(scene: Scene, kind: str) -> int:
     return 4 if scene.on_cpu and kind == "float16" else WIDTHS[kind]
 
 
-def _narrowed(role: Role, compute: int) -> Role:
+def _narrowed(role: Role) -> Role:
     """Above masters below the device: its trained matrices have the compute type."""
-    head = role.head
+    compute, head = role.form.compute, role.head
     if head is not None and head.trained:
         head = replace(head, width=compute)
     return replace(role, form=replace(role.form, matrices=compute, table=compute), head=head)
 
 
-def _trained_trunk(trunk: Form, learns: dict) -> Form:
-    return replace(trunk, matrices=4, vectors=4, trained=True, table_trained=False, **learns)
+def _held(scene: Scene, held: str) -> int:
+    """The width that a frozen role computes in: a float type is that too."""
+    return _width(held, WIDTHS[scene.compute])
 
 
-def _reference(scene: Scene, own: Form, head: HeadForm, tied: bool) -> Role:
+def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
     """The actor as it is at step 0, or a model of its own, frozen."""
-    config = scene.config
-    held = config.precision.reference
-    compute = _width(held, WIDTHS[scene.compute]) if held not in QUANTIZED else WIDTHS[scene.compute]
+    config, held = scene.config, scene.config.precision.reference
+    compute = _held(scene, held)
     if "reference" in scene.models:
         a = scene.models["reference"]
-        own = replace(own, architecture=a, layers=a.layers, embedding=True, lora=None, quantized="")
-        head = replace(head, vocabulary=a.vocabulary, hidden=a.hidden, in_pieces=False, width=compute, trained=False)
-        form = replace(own, compute=compute, matrices=compute, table=compute, vectors=4)
+        form = replace(
+            own, architecture=a, layers=a.layers, embedding=True, lora=None, quantized="", compute=compute,
+            matrices=compute, table=compute, vectors=4,
+        )  # fmt: skip
+        head = replace(
+            head,
+            vocabulary=a.vocabulary,
+            hidden=a.hidden,
+            in_pieces=False,
+            width=compute,
+            compute=compute,
+            trained=False,
+        )
         return Role("reference", form, head, own_head=True, tied=a.tied_embeddings)
     exact = "sft" not in config.stages and scene.stored_in("base") == "bfloat16"
-    form = frozen(own, scene, compute, held, exact=exact)
-    width = head.width
-    if head.trained:
-        width = form.table if tied else compute
+    form = _frozen(own, scene, held, exact=exact)
+    width = (form.table if tied else compute) if head.trained else head.width
+    product = _product(scene, held if held in WIDTHS else scene.compute)
     pieces = head.in_pieces and width != compute
-    head = replace(head, trained=False, compute=compute, width=width, product=_product(scene, held if held in WIDTHS else scene.compute), in_pieces=pieces)
+    head = replace(head, trained=False, compute=compute, width=width, product=product, in_pieces=pieces)
     return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied)
 
 
 def _reward(scene: Scene, own: Form) -> Role | None:
     """A reward model of the base, or a classifier whose architecture is known."""
-    config = scene.config
-    held = config.precision.reward
-    compute = _width(held, WIDTHS[scene.compute]) if held not in QUANTIZED else WIDTHS[scene.compute]
-    if config.reward.of_the_base:
-        return Role("reward", frozen(own, scene, compute, held, exact=False))
-    if config.reward.source == "model" and "reward" in scene.models and config.reward.engine == "torch":
-        a = scene.models["reward"]
-        width = _width(config.reward.compute, WIDTHS[scene.compute])
-        form = Form(
-            architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
-            table=width, cuda=not scene.on_cpu and config.reward.device != "cpu",
-        )  # fmt: skip
-        return Role("reward", form)
-    return None
+    settings = scene.config.reward
+    if settings.of_the_base:
+        return Role("reward", _frozen(own, scene, scene.config.precision.reward, exact=False))
+    if settings.source != "model" or settings.engine != "torch" or "reward" not in scene.models:
+        return None
+    a, width = scene.models["reward"], _held(scene, settings.compute)
+    form = Form(
+        architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
+        table=width, cuda=not scene.on_cpu and settings.device != "cpu",
+    )  # fmt: skip
+    return Role("reward", form)
 
 
-def frozen(own: Form, scene: Scene, compute: int, held: str, *, exact: bool) -> Form:
-    """How `freeze` and `hold_narrowly` leave a role: matrices in the compute type, or in bfloat16 where that is exact."""
+def _frozen(own: Form, scene: Scene, held: str, *, exact: bool) -> Form:
+    """How `freeze` and `hold_narrowly` leave a role: matrices in its type, or in bfloat16 where that is exact."""
+    compute = _held(scene, held)
     if scene.config.sharing.mode == "adapters":
-        lora = scene.config.adapters
+        given = scene.config.adapters
         width = 4 if compute == WIDTHS[scene.compute] else compute
-        return replace(own, compute=compute, lora=Lora(lora.rank, lora.targets, lora.dora, trained=False, width=width))
+        lora = Lora(given.rank, given.targets, given.dora, trained=False, width=width)
+        return replace(own, compute=compute, lora=lora)
     narrow = 2 if exact and compute == 4 else compute
     matrices = compute if own.architecture.family in TRANSPOSED else narrow
-    quantized = held if held in QUANTIZED else ""
-    return replace(own, compute=compute, matrices=matrices, table=narrow, quantized=quantized)
+    return replace(own, compute=compute, matrices=matrices, table=narrow, quantized=held if held in QUANTIZED else "")

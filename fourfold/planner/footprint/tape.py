@@ -1,4 +1,4 @@
-"""What is alive while operations run: stand-ins that live as long as tensors do, and autograd's backward pass over them.
+"""What is alive while operations run: stand-ins that live as long as tensors do, and autograd's backward pass.
 
 A pass is written down as the operations that it makes (layers.py), on values that have a size and no numbers. A storage
 counts from the operation that makes it until nobody holds it any longer, as a tensor's does, so that the most that is
@@ -46,7 +46,8 @@ class Storage:
     __slots__ = ("_meter", "kind", "moved", "size")
 
     def __init__(self, meter: Meter, size: int, kind: Kind) -> None:
-        self._meter, self.size, self.kind = meter, size, kind
+        self._meter, self.size = meter, size
+        self.kind: Kind = kind
         self.moved: Storage | None = None  # the copy below the device, where saved activations are moved there
         meter.change(kind, size)
 
@@ -100,9 +101,9 @@ class Value:
 class Tape:
     """Operations on values; with `grad` they keep what their backward pass needs.
 
-    `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now on
-    below the device, `retain` lets a backward pass leave what was saved for another one. Gradients of weights stay in
-    `gradients` where they are to be kept, unless those of an earlier micro-batch are `present`, to which they are added.
+    `autocast` is the width of the type that products run in (0: none is cast), `offload` moves what is saved from now
+    on below the device, `retain` lets a backward pass leave what was saved for another one. Gradients of weights stay
+    in `gradients` with `keep`, unless those of an earlier micro-batch are `present`, to which they are added.
     """
 
     def __init__(self, *, grad: bool, present: bool = False, keep: bool = True) -> None:
@@ -153,9 +154,7 @@ class Tape:
         edges = tuple(each.node if isinstance(each, Value) else _trained(each) for each in inputs)
         return self.always(edges, saved, backward) if self.grad and any(edges) else None
 
-    def always(
-        self, edges: tuple[Node | Weight | None, ...], saved: Sequence[Storage], backward: Backward
-    ) -> Node:
+    def always(self, edges: tuple[Node | Weight | None, ...], saved: Sequence[Storage], backward: Backward) -> Node:
         """An operation for the backward pass, whether or not a gradient flows on from it."""
         self._count += 1
         return Node(self._count, edges, self.kept(saved), backward)

@@ -34,7 +34,7 @@ class LlamaServer:
     """A llama-server that a user runs, asked for as many rows at a time as it has slots; residency of its role."""
 
     device = torch.device("cpu")  # requests are made from lists of ids
-    elsewhere = True
+    elsewhere = computes_elsewhere = True
 
     def __init__(self, settings: ServiceSection, ordinary: Collection[int]) -> None:
         """`ordinary`: ids that a grammar can make the server draw."""

@@ -106,7 +106,7 @@ def test_a_run_whose_reference_is_a_llama_server(tmp_path: Path, urls: Any, kind
     assert isinstance(trainer.models.reference, EnginePolicy)
     report = trainer.check()
     assert report.reference_bias is not None and abs(report.reference_bias.per_token_mean) < 0.01
-    assert "a llama-server's weights" in (report.warning() or "")
+    assert f"computed elsewhere (at {urls(kind)}, llama.cpp)" in (report.warning() or "")
     assert "reference" not in trainer.models.frozen_checksums(), "another process holds it"
     assert urls(kind) in describe_roles(trainer)
     rows = steps_of(trainer)
