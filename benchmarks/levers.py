@@ -21,7 +21,8 @@ from benchmarks.lever_rows import PLAIN, conflict, figures_of, merged, row_of
 from benchmarks.peer_trl import SHAPE, Side, measure, parse_arguments
 from benchmarks.results import ROOT, Result, commit, hardware, newest, slug, today, write_result
 from benchmarks.worker import WorkerReport
-from fourfold.planner.levers import LEVERS, SEPARATE, Change
+from fourfold.planner.lever import Change
+from fourfold.planner.levers import LEVERS, SEPARATE
 
 # A baseline that names them means one micro-batch, and names the sizes of the tests' tiny runs; here it is one anyway.
 BATCH_SIZES = ("ppo.mini_batch_size", "ppo.micro_batch_size")

@@ -79,8 +79,7 @@ class Trainer:
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
             scored_well = scored.select(valid.nonzero()[:, 0])
-            shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
-            set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
+            set_new_head_bias(self.models.critic, self.progress.mean_shaped_score(scored_well, self.config.ppo))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
         return preflight(self.models, scored, activations, self.config, bias, fresh=fresh, size=self.sizes.actor)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fourfold.planner.bill import TIERS, Footprint, Item, Moment
 from fourfold.planner.footprint import footprint, passes
-from fourfold.planner.levers import LEVERS, Lever, lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS, lever
 from planner.small_scenes import architecture, scene
 
 SHARING = (('sharing.mode="none"',), ('sharing.mode="trunk"',), ('sharing.mode="adapters"',))

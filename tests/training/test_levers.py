@@ -37,7 +37,8 @@ from benchmarks.replay import Replay
 from fourfold.config import ConfigError
 from fourfold.memory.quantization import dequantize
 from fourfold.models.assembly import FourModels
-from fourfold.planner.levers import LEVERS, Lever, lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS, lever
 from training.runs import (
     by_function,
     by_model,

@@ -38,7 +38,7 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield from _trained_weights(scene, role)
     for role in (cast.reference, cast.reward):
         if role is not None:
-            yield from _frozen_weights(scene, role)
+            yield from _frozen_weights(scene, cast, role)
 
 
 def of_the_base(scene: Scene, role: Role) -> bool:
@@ -63,7 +63,14 @@ def _trained_weights(scene: Scene, role: Role) -> Iterator[Item]:
     yield Item(role.name, "masters" if masters else "weights", size, ALWAYS, why=why)
 
 
-def _frozen_weights(scene: Scene, role: Role) -> Iterator[Item]:
+def _shared_bytes(cast: Cast) -> int:
+    """Of trunk or base, and of the language head above them."""
+    head = cast.shared_head.numbers * cast.shared_head.width if cast.shared_head is not None else 0
+    base = part_bytes(cast.actor.form) if cast.actor.form.lora is not None else 0
+    return head + base + (part_bytes(cast.trunk) if cast.trunk is not None else 0)
+
+
+def _frozen_weights(scene: Scene, cast: Cast, role: Role) -> Iterator[Item]:
     """Where the residency puts them: kept, parked but in its moment, streamed there, on the host, or elsewhere."""
     residency = getattr(scene.config, role.name).residency
     if role.name == "reference" and (engine := scene.config.reference.engine) != "torch":
@@ -88,7 +95,10 @@ def _frozen_weights(scene: Scene, role: Role) -> Iterator[Item]:
         yield Item(role.name, "weights", rest + 2 * layer, own_moment, why=said)
         yield Item(role.name, "weights", size, ALWAYS, below, why=f"streamed from here: {why}")
     elif residency == "cpu":
-        yield Item(role.name, "weights", size, ALWAYS, "host", why=f"computes there: {why}")
+        size += _shared_bytes(cast)
+        yield Item(
+            role.name, "weights", size, ALWAYS, "host", why=f"computes there, with a copy of what is shared: {why}"
+        )
 
 
 def _layer_bytes(form: Form) -> int:
