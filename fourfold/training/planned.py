@@ -16,7 +16,8 @@ from fourfold.models.loading import device_of
 from fourfold.planner.bill import PHASES
 from fourfold.planner.footprint import footprint
 from fourfold.planner.hardware.machine import GIB, Cluster, Device, Node
-from fourfold.planner.levers import LEVERS, Change
+from fourfold.planner.lever import Change
+from fourfold.planner.levers import LEVERS
 from fourfold.planner.plan import Plan
 from fourfold.planner.remedies import remedies, shortage
 from fourfold.planner.request import architectures_of, host_memory, lengths_of
