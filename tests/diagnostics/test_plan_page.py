@@ -303,7 +303,11 @@ STYLE = Path(package.__file__).with_name("page.css").read_text(encoding="utf-8")
 def colours(scheme: str) -> dict[str, str]:
     light, dark = STYLE.split("@media screen and (prefers-color-scheme: dark)")
     found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light))
-    return found if scheme == "light" else found | dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark))
+    return (
+        found
+        if scheme == "light"
+        else found | dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark.split("@media")[0]))
+    )
 
 
 def luminance(colour: str) -> float:

@@ -54,8 +54,7 @@ def _of(plan: Plan, best: Plan) -> list[Element | str]:
         peak += f" ({plan.peak[1] / best.peak[1] - 1:+.0%})"
         time += f" ({plan.costs.step_seconds / best.costs.step_seconds - 1:+.1%})"
     changes = [h("code", change) for change in differences(best, plan)]
-    spaced = [part for change in changes for part in (change, " ")]
-    return [h("td", levers, class_="why"), peak, time, h("td", spaced or NOTHING, class_="why")]
+    return [h("td", levers, class_="why"), peak, time, h("td", changes or NOTHING, class_="why")]
 
 
 def differences(before: Plan, after: Plan) -> list[str]:
@@ -104,9 +103,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
     products, decoding = (reached_flops(device, dtype, few_rows=few_rows) for few_rows in (False, True))
     one = roofline(device, dtype, flops=0, moved=1, layers=1)
     yield (
-        f"seconds: {dtype} products reach {quantity(products)}FLOP/s, while decoding {quantity(decoding)}FLOP/s; memory "
-        f"{quantity(1 / one.memory)}B/s, links {REACHED:.0%} of their rates; calling a layer takes {seconds(one.calls)} "
-        "(docs/planner.md has the publications)"
+        f"seconds: {dtype} products reach {quantity(products)}FLOP/s, while decoding {quantity(decoding)}FLOP/s; "
+        f"memory {quantity(1 / one.memory)}B/s, links {REACHED:.0%} of their rates; calling a layer takes "
+        f"{seconds(one.calls)} (docs/planner.md has the publications)"
     )
     lengths = scene.lengths
     yield (
