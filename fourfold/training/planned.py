@@ -168,8 +168,9 @@ def _measured(folder: RunFolder) -> dict[str, int]:
     peaks: dict[str, int] = {}
     for row in read_jsonl(folder.root / TIMELINE):
         # Of roles that score beside sampling there are no bytes.
-        counts = row["kind"] == "span" and row["stage"] in ("", "ppo") and row["peak_bytes"] is not None
-        if counts and row["phase"] in PHASES:
+        if row["kind"] != "span" or row["stage"] not in ("", "ppo") or (peak := row["peak_bytes"]) is None:
+            continue
+        if row["phase"] in PHASES:
             name = f"{row['phase']}/{row['role']}" if row["role"] else row["phase"]
-            peaks[name] = max(peaks.get(name, 0), row["peak_bytes"])
+            peaks[name] = max(peaks.get(name, 0), peak)
     return peaks
