@@ -127,7 +127,6 @@ SAVES: dict[str, Saved] = {
     "checkpointing": peak("learn"),
     "checkpointing attention": peak("learn"),
     "activation offload": peak("learn"),
-    "sampling batches": always(lambda item: item.kind == "KV cache"),
     "micro-batches": always(lambda item: item.kind in ("activations", "logits")),
     "park reference": but_in_score("reference"),
     "park reward": but_in_score("reward"),
