@@ -166,8 +166,8 @@ def _this_device(config: RunConfig) -> Cluster:
 def _measured(folder: RunFolder) -> dict[str, int]:
     """The most bytes by phase, and by phase and role, over all steps and processes of the run."""
     peaks: dict[str, int] = {}
-    for row in read_jsonl(folder.stage("ppo") / TIMELINE):
-        if row["kind"] == "span":
+    for row in read_jsonl(folder.root / TIMELINE):
+        if row["kind"] == "span" and row["stage"] == "ppo":
             name = f"{row['phase']}/{row['role']}" if row["role"] else row["phase"]
             peaks[name] = max(peaks.get(name, 0), row["peak_bytes"])
     if (loaded := folder.spent().get("load")) is not None:
