@@ -116,7 +116,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
             trunk = trainable_copy(base.trunk, config.memory)
         hold_frozen_layers_narrowly(base.trunk)
         _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
-    if "reference" not in away:
+    if "reference" not in away and not config.reference.model:
         _hold(reference, config.precision.reference, base, "reference")
     if scorer is not None and "reward" not in away:
         _hold(scorer, config.precision.reward, base, "reward")

@@ -20,8 +20,9 @@ from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
+from fourfold.models.quantized import PROBE
 from fourfold.models.reference import OwnPolicy
-from fourfold.models.roles import Activations
+from fourfold.models.roles import Activations, Policy
 from fourfold.models.split import Part
 from fourfold.planner.quantization import QUANTIZED
 
@@ -63,9 +64,19 @@ class ReferenceBias:
     def measured(cls, scored: ScoredRollout) -> ReferenceBias:
         """Before the first step, when both roles have the same weights."""
         gaps = (scored.log_probs - scored.ref_log_probs)[scored.response_mask]
+        return cls._of(gaps, len(scored.sequences))
+
+    @classmethod
+    def of_own(cls, reference: OwnPolicy) -> ReferenceBias:
+        """Of a model of its own, as it was loaded: on given sentences, because the actor has other weights."""
+        assert reference.rounding is not None, "loading has measured it"
+        return cls._of(reference.rounding, len(PROBE))
+
+    @classmethod
+    def _of(cls, gaps: Tensor, sequences: int) -> ReferenceBias:
         return cls(
             per_token_mean=float(gaps.mean()),
-            per_sequence_mean=float(gaps.sum()) / len(scored.sequences),
+            per_sequence_mean=float(gaps.sum()) / sequences,
             absolute_mean=float(gaps.abs().mean()),
             absolute_max=float(gaps.abs().max()),
             tokens=len(gaps),
@@ -111,11 +122,12 @@ class Preflight:
         if bias is None:
             return None
         when = "measured" if self.fresh else "measured when the run began"
+        tokens = f"{bias.tokens:,} tokens{' of given sentences' * self.own_reference}"
         return (
             f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token ({bias.per_sequence_mean:+.2e} a "
             f"sequence), |difference| {bias.absolute_mean:.2e} on average and {bias.absolute_max:.2e} at most, {when} "
-            f"on {bias.tokens:,} tokens: it is held in {self.reference_dtype.removeprefix('torch.')}, and the actor "
-            f"computes in {self.actor_dtype.removeprefix('torch.')}"
+            f"on {tokens}: it is held in {self.reference_dtype.removeprefix('torch.')}, and the actor computes in "
+            f"{self.actor_dtype.removeprefix('torch.')}"
         )
 
 
@@ -164,7 +176,7 @@ def _measure(
         reference_dtype=_held(models, config),
         fresh=fresh,
         own_reference=own_reference,
-        reference_bias=ReferenceBias.measured(scored) if differs and fresh else None,
+        reference_bias=_bias(models.reference, scored) if differs and fresh else None,
     )
     if result.actor_dtype != result.reference_dtype and not differs:
         raise RunFailed(
@@ -191,6 +203,10 @@ def _measure(
         "temperature, positions or weights differ in the sampler",
     )
     return result
+
+
+def _bias(reference: Policy, scored: ScoredRollout) -> ReferenceBias:
+    return ReferenceBias.of_own(reference) if isinstance(reference, OwnPolicy) else ReferenceBias.measured(scored)
 
 
 def _held(models: FourModels, config: RunConfig) -> str:

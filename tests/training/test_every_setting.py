@@ -191,7 +191,6 @@ ROWS = [
     Row("reward.label", {"GOOD": 1.0}, {"BAD": 1.0}, metric("score_mean"), also=OWN_REWARD),
     Row("reward.template", "", "a: {response}", metric("score_mean"), also=OWN_REWARD),
     Row("reward.max_tokens", 0, 4, metric("reward_forward_tokens"), also=OWN_REWARD),
-    Row("reward.compute", "float32", "bfloat16", metric("score_mean"), also=OWN_REWARD),
     *optimizer("critic", "ppo", weights("critic")),
     Row("sampling.max_new_tokens", 4, 6, metric("response_length_max")),
     Row("sampling.temperature", 1.0, 0.5, metric("entropy_per_token_mean")),

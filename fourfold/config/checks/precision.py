@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from fourfold.config.checks.service import roles_of_the_base
+
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
 
@@ -17,7 +19,7 @@ def precision(config: RunConfig) -> Iterator[str]:
     shared = {"frozen": given.frozen} if mode != "none" else {}
     if mode == "adapters":
         # They stand on the shared base: what is held narrowly for all cannot be wider for one.
-        shared |= {"reference": given.reference, "reward": given.reward}
+        shared |= {role: getattr(given, role) for role in roles_of_the_base(config)}
     for name, held in shared.items():
         if held in FLOATS and held != given.compute and given.compute not in ("auto", "float32"):
             yield (

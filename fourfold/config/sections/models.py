@@ -109,12 +109,13 @@ class PrecisionSection(Section):
         default="auto",
         description="How the reference's own weights are held: a float type is also what it computes in. 'auto': "
         "exactly as the actor's, so that KL is 0 at the start; anything else biases every KL by what pre-flight "
-        f"measures; {FEWER_BITS}",
+        f"measures (of reference.model: what loading measures on given sentences); {FEWER_BITS}",
     )
     reward: Held = Field(
         default="auto",
         description="How the reward model's own weights are held in ppo: a float type is also what it computes in. "
-        f"'auto': as compute; {FEWER_BITS}",
+        f"'auto': as compute (with reward.device = 'cpu' beside a GPU: what the CPU multiplies); {FEWER_BITS} The head "
+        "of reward.source = 'model' is float32 always.",
     )
     loss_scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
         default=65536.0,

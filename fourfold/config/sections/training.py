@@ -74,11 +74,6 @@ class RewardSection(OptimizerSection):
         description="Longest text in tokens of the model of source = 'model'; longer ones lose their beginning "
         "(special tokens stay). 0: as many as it has positions.",
     )
-    compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Type of the weights and products of source = 'model'; its head is float32 always. 'auto' is that "
-        "of precision.compute; with device = 'cpu' beside a GPU what the CPU multiplies.",
-    )
     device: Literal["auto", "cpu"] = Field(
         default="auto", description="Where the model of source = 'model' runs: where the others do, or on the CPU."
     )
