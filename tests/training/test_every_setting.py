@@ -72,6 +72,7 @@ SHOWN = {
     "service.retries": f"{SERVER}::test_what_fails_is_asked_again",
     "service.max_rows": f"{SERVICE}::test_max_rows_is_the_most_of_one_request",
     **dict.fromkeys(("sft.optimizer", "reward.optimizer", "critic.optimizer", "ppo.optimizer"), NAMED),
+    "sft.checkpoint": "training/test_sft_checkpoint.py::test_a_whole_run_from_an_adapter_of_peft",
     "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",

@@ -176,7 +176,7 @@ def test_what_a_reference_of_its_own_loses_is_measured_and_bounded(tmp_path: Pat
     """On given sentences, against the library with the numbers that its codes stand for."""
     other = tiny_directory(tmp_path / "other", layers=3, hidden=48, seed=5)
     tree = referring_to(tmp_path, other, **merged(SHARINGS[sharing], {"precision": {"reference": "nf4"}}))
-    with pytest.raises(RunFailed, match="the reference in nf4 biases every KL by .* .allowed by precision.max_ref"):
+    with pytest.raises(RunFailed, match=r"the reference in nf4 biases every KL by .* \(allowed by precision.max_ref"):
         make_trainer(make_config(merged(tree, {"precision": {"max_reference_bias": 1e-6}}))).check()
     trainer = make_trainer(make_config(merged(tree, {"precision": {"max_reference_bias": 5.0}})))
     report, reference = trainer.check(), trainer.models.reference

@@ -30,6 +30,12 @@ class OptimizerSection(Section):
 
 
 class SftSection(OptimizerSection):
+    checkpoint: str = Field(
+        default="",
+        description="Policy that reward, ppo and the reference start from instead of the stage sft's: the folder "
+        "sft/model of a run, a checkpoint of its stage sft, or beside sharing.mode = 'adapters' a LoRA adapter that "
+        "peft has saved, with the base, rank, alpha and targets of this run.",
+    )
     num_epochs: PositiveInt = Field(default=1, description="Passes over the texts.")
     batch_size: PositiveInt = Field(default=32, description="Texts an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Texts a forward pass; divides batch_size.")
