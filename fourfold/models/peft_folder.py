@@ -41,8 +41,8 @@ def is_peft_folder(folder: Path) -> bool:
 def peft_record(folder: Path, *, model: str, adapters: str, layers: int) -> dict[str, Any]:
     """What a stored role of ours with this adapter would say of itself; ValueError where none could.
 
-    `model`, `adapters` and `layers` are the run's own. A base of the same name elsewhere is the same model, and where the
-    run adapts all linear layers, or upper ones only, the tensors' names decide.
+    `model`, `adapters` and `layers` are the run's own. A base of the same name elsewhere is the same model, and where
+    the run adapts all linear layers, or upper ones only, the tensors' names decide.
     """
     given = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if given.get("peft_type") != "LORA":

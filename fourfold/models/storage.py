@@ -102,7 +102,7 @@ def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
 
 
 def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
-    """Read a stored role, or a peft adapter, into `role`; ValueError when it was made for another model, cut or kind."""
+    """Read a stored role or a peft adapter into `role`; ValueError when it was made for another model, cut or kind."""
     tensors = load_file(str(stored_tensors(folder, expected)))
     if is_peft_folder(folder):
         tensors = own_names(tensors, role.branch)

@@ -152,10 +152,10 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: R
             folder,
             meter,
             "sft",
-            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft")),
+            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft"), say),
         )
     if "reward" in todo:
-        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
+        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder, say))
     if "ppo" in todo:
         stores = Stores(sft_model(config, folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
@@ -175,7 +175,7 @@ def planned_ppo(config: RunConfig, prompts: int) -> str:
     )
 
 
-def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
+def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder, say: Say) -> dict[str, Any]:
     if config.reward.source != "train":
         return {"source": config.reward.source}
     return train_reward(
@@ -187,6 +187,7 @@ def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) ->
         inputs.texts,
         sft_model(config, folder),
         folder.stage("reward"),
+        say,
     )
 
 

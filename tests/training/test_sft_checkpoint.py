@@ -1,4 +1,4 @@
-"""A run that starts from a policy that somebody else has trained: of another run, or a LoRA adapter of peft (FAULTS D2)."""
+"""A run that starts from a policy of another run, or from a LoRA adapter of peft (FAULTS D2)."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_other_bases_targets_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the stored role lacks"):
         run(tree)
     weights.unlink()
-    with pytest.raises(ValueError, match="adapter_model.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing"):
         run(tree)
 
 
@@ -171,8 +171,8 @@ def test_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     adapter(tree["model"]["path"], tmp_path / "adapter", steps=0)
     with pytest.raises(ValueError, match=r"made with sharing = 'adapters', this run has 'trunk'"):
         run(merged(tree, {"sharing": None, "adapters": None, "trunk": {"branch_layers": 2}}))
-    with pytest.raises(ConfigError, match="sft.checkpoint: given beside the stage 'sft'"):
+    with pytest.raises(ConfigError, match=r"sft\.checkpoint: given beside the stage 'sft'"):
         texts = settings(tmp_path)["data"]["texts"]
         make_config(merged(tree, {"stages": ["sft", "ppo"], "data": {"texts": texts}}))
-    with pytest.raises(ValueError, match="sft.checkpoint: no folder"):
+    with pytest.raises(ValueError, match=r"sft\.checkpoint: no folder"):
         run(merged(tree, {"sft": {"checkpoint": str(tmp_path / "absent")}}))

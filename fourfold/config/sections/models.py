@@ -24,7 +24,7 @@ class TrunkSection(Section):
     branch_layers: Count = Field(
         default=4,
         description="Upper layers that every role owns; the layers below form the shared trunk. 0 (with train): all "
-        "layers are shared, a role owns its final norm and its head.",
+        "layers are shared, a role owns its final norm and its head, which is all that sft and reward train then.",
     )
     train: bool = Field(
         default=False,
