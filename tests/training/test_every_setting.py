@@ -164,6 +164,7 @@ ROWS = [
     Row("adapters.dora", False, True, adapter_sizes, also=ADAPTED),
     Row("adapters.rslora", False, True, weights("actor"), also=ADAPTED),
     Row("precision.compute", "float32", "bfloat16", compute_type),
+    Row("precision.critic", "float32", "bfloat16", metric("value_loss_per_token")),
     Row("reference.model", "", "FOLDER/other", metric("reference_score_flops")),
     Row("precision.frozen", "bfloat16", "int8", types_held),
     Row("precision.reference", "bfloat16", "int8", metric("kl_per_token_mean")),

@@ -32,8 +32,22 @@ def precision(config: RunConfig) -> Iterator[str]:
                 f"precision.{name}: given {held!r}, but sharing.mode = 'adapters' holds one base for all roles, as "
                 "precision.frozen says; leave it out"
             )
+    if given.critic_differs and given.compute != "auto":
+        yield from _critic(config)
     if given.compute == "float16":
         yield from _beside_float16(config)
+
+
+def _critic(config: RunConfig) -> Iterator[str]:
+    """Where it multiplies by weights that others multiply by too, it does so in their type."""
+    mode = config.sharing.mode
+    if mode == "adapters" or (mode == "trunk" and config.trunk.train):
+        because = "trunk.train = true" if mode == "trunk" else "sharing.mode = 'adapters'"
+        yield (
+            f"precision.critic: given {config.precision.critic!r}, but with {because} the critic's passes go through "
+            f"weights that the actor's go through, in precision.compute = {config.precision.compute!r}; leave "
+            "precision.critic out"
+        )
 
 
 def _beside_float16(config: RunConfig) -> Iterator[str]:

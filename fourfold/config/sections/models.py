@@ -99,6 +99,10 @@ class PrecisionSection(Section):
         "it, else float32. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32. "
         "float16 scales losses.",
     )
+    critic: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the critic's matrix products in ppo, above what it shares; 'auto': as compute.",
+    )
     frozen: Held = Field(
         default="auto",
         description="How what the roles share is held. A trunk in a float type computes in it, and its cached "
@@ -133,6 +137,11 @@ class PrecisionSection(Section):
     def reference_differs(self) -> bool:
         """Whether the reference computes otherwise than the actor (of settings whose `compute` is resolved)."""
         return self.reference not in ("auto", self.compute)
+
+    @property
+    def critic_differs(self) -> bool:
+        """Whether the critic computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        return self.critic not in ("auto", self.compute)
 
 
 class MemorySection(Section):
