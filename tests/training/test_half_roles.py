@@ -102,7 +102,7 @@ def test_a_frozen_role_computes_as_a_model_rounded_to_its_type(
 def test_the_critic_computes_in_its_own_type(tmp_path: Path, sharing: str, compute: str, critic: str) -> None:
     """precision.critic: separate models say the bits of a run in that type, over a trunk but for its rounding; the
     masters stay float32, and the actor says the same bits as beside no such critic."""
-    scale = {"loss_scale": 64.0} if compute == "float16" else {}
+    scale: dict[str, Any] = {"loss_scale": 64.0} if compute == "float16" else {}
     plain = trainer_for(tmp_path, sharing, compute=compute, **scale)
     mixed = trainer_for(tmp_path, sharing, compute=compute, critic=critic, **scale)
     whole = trainer_for(tmp_path, sharing, compute=critic)

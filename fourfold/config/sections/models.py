@@ -43,7 +43,8 @@ class TrunkSection(Section):
     alternate: Count = Field(
         default=0,
         description="Mini-batches of the critic alone, over a trunk that stands still, before as many of the actor "
-        "alone, which moves the trunk; 0: both learn from every mini-batch.",
+        "alone, which moves the trunk; 0: both learn from every mini-batch. In turns their gradients into the trunk "
+        "never exist side by side, so their cosine is not logged.",
     )
     decoupling: NonNegativeFloat = Field(
         default=0.0,
