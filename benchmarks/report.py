@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.levers_table import declared_table, levers_table
+from benchmarks.planner_table import planner_table
 from benchmarks.presets import presets_table
 from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, read_results, side_line
 
@@ -48,6 +49,8 @@ def table(result: Result) -> str:
         return "\n".join(levers_table(result))
     if "presets" in result.config:
         rows = presets_table(result)
+    elif "planner" in result.config:
+        rows = planner_table(result)
     else:
         rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
         rows += [_row(figure) for figure in result.figures]

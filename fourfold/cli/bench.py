@@ -1,7 +1,8 @@
-"""Measure what a lever does to a run's own models, on its held-out data.
+"""Measure what a lever does to a run's own models, on its held-out data, or what this machine can do.
 
 quantization: reference and reward model with their weights in 8 or 4 bits, beside the same as the run holds them. The
 models are those that the stages sft and reward have left in the output folder, or the base model.
+machine: products, memory, disk and the way to a GPU, for plans with `--hardware detect`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quantization.add_argument("--kinds", default=",".join(QUANTIZED), help="kinds, by commas (default: %(default)s)")
     quantization.add_argument("--rows", type=int, default=128, help="texts, and pairs, at most (default %(default)s)")
     quantization.add_argument("--json", metavar="FILE", help="also write everything there")
+    quantization.set_defaults(bench=_quantization)
+    machine = what.add_parser(
+        "machine",
+        help="this machine: products, memory, disk, the way to a GPU",
+        description="Measure this machine in seconds and keep the figures for plans with `--hardware detect`.",
+        allow_abbrev=False,
+    )
+    machine.add_argument("--folder", metavar="FOLDER", help="where the disk is measured (default: the temporary one)")
+    machine.set_defaults(bench=_machine)
 
 
 def run(args: argparse.Namespace) -> int:
-    """`fourfold bench quantization CONFIG`."""
+    """`fourfold bench WHAT`."""
+    return args.bench(args)
+
+
+def _machine(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    folder = None if args.folder is None else Path(args.folder).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--folder {args.folder!r}: no such folder; allowed: one that may be written to")
+    from fourfold.diagnostics.machine import measure
+    from fourfold.planner.hardware.measured import measurement_file
+
+    measured = measure(lambda line: print(line, flush=True), folder)
+    for note in measured.cluster.notes:
+        print(f"note: {note}")
+    print(f"kept in {measurement_file()}")
+    return 0
+
+
+def _quantization(args: argparse.Namespace) -> int:
     kinds = [kind.strip() for kind in args.kinds.split(",")]
     if unknown := [kind for kind in kinds if kind not in QUANTIZED]:
         raise ValueError(f"--kinds: given {', '.join(map(repr, unknown))}; allowed: {', '.join(QUANTIZED)}")

@@ -1,9 +1,10 @@
 """What happens when memory runs out: passes are taken again with half the rows, or the run stops and says why.
 
 On CUDA the signal is torch.OutOfMemoryError, and `memory.budget_gib` is torch's per-process limit; on the CPU the
-resident memory of the process is compared with the budget between decoder layers, forward and backward. What it saves:
-nothing; it makes a run end well that would be killed. What it changes: from a halving on, an update is bit for bit that
-of a run with the smaller size. What it excludes: nothing.
+resident memory of the process is compared with the budget after every decoder layer, forward and backward, before a
+chunk of logits is made, while a parameter's parked states are in memory, and after each pass of ONNX Runtime. What it
+saves: nothing; it makes a run end well that would be killed. What it changes: from a halving on, an update is bit for
+bit that of a run with the smaller size. What it excludes: nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from fourfold.config.schema import PpoSection
 from fourfold.errors import RunFailed
-from fourfold.memory.meter import resident_bytes_reader
+from fourfold.memory.peaks import resident_bytes_reader
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +49,13 @@ def ran_out(error: BaseException) -> bool:
 def give_back() -> None:
     """Hand memory that is free inside the process back to the system, so that it is no longer resident."""
     gc.collect()
-    _trim()
+    trim()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _trim() -> None:
-    """malloc_trim(3), where the C library has it."""
+def trim() -> None:
+    """Hand back what the allocator keeps for later: malloc_trim(3), where the C library has it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -86,6 +87,9 @@ class Budget:
     bytes: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
+        return self  # a copied module is of the same process
+
     @classmethod
     def of_gib(cls, gib: float, device: torch.device) -> Budget:
         """From `memory.budget_gib`; on CUDA torch's allocator keeps to it from here on."""
@@ -103,7 +107,7 @@ class Budget:
         """OverBudget when `wanted` bytes more would not fit; on CUDA the allocator itself refuses."""
         if not self.bytes or self.device.type == "cuda" or self.resident() + wanted <= self.bytes:
             return
-        _trim()  # what is only kept for later use does not count
+        trim()  # what is only kept for later use does not count
         if (held := self.resident()) + wanted > self.bytes:
             more = f" and {wanted / GIB:.3f} GiB are wanted" if wanted else ""
             raise OverBudget(f"{held / GIB:.3f} GiB are resident{more}, memory.budget_gib = {self.bytes / GIB:.3f}")
@@ -140,6 +144,7 @@ class Shortage:
     rows: int
     said: str
     resident_bytes: int
+    final: bool = True  # the run ends: the pass is not taken again with fewer rows
 
     def __str__(self) -> str:
         if self.phase == "load":
@@ -156,12 +161,16 @@ Describe = Callable[[Shortage], str]
 
 @dataclass
 class BatchSize:
-    """Rows that a kind of pass takes at once, 0 for all: halved for the rest of the run when memory runs out."""
+    """Rows that a kind of pass takes at once, 0 for all: halved for the rest of the run when memory runs out.
+
+    With `whole`, the settings that the number comes from, it is never halved: the pass takes an optimizer step.
+    """
 
     phase: str
     role: str
     size: int
     budget: Budget = field(default_factory=Budget)
+    whole: str = ""
     describe: Describe = str
     span: Callable[[str, str], AbstractContextManager[None]] = lambda phase, role: contextlib.nullcontext()
 
@@ -175,7 +184,8 @@ class BatchSize:
     def fitting(self, work: Callable[[int], Result], rows: int, undo: Callable[[], None] = lambda: None) -> Result:
         """`work(rows at once)`, from its start again with half of them as often as memory runs out.
 
-        `undo` takes back what a `work` that was broken off has left. At one row the run stops.
+        `undo` takes back what a `work` that was broken off has left, or raises RunFailed where that cannot be. Then
+        the run stops, and so it does at one row or with a pass that is taken `whole`.
         """
         while True:
             at_once = min(self.size or rows, rows)
@@ -184,15 +194,28 @@ class BatchSize:
             except Exception as error:
                 if not ran_out(error):
                     raise
-                report = self.describe(shortage_of(error, self.phase, self.role, at_once, self.budget))
+                final = at_once <= 1 or bool(self.whole)
+                report = self.describe(shortage_of(error, self.phase, self.role, at_once, self.budget, final=final))
                 # The frames of the broken pass hold its graph, and the traceback holds the frames.
                 traceback.clear_frames(error.__traceback__)
-            undo()
+            try:
+                undo()
+            except RunFailed as error:
+                raise RunFailed(f"{report}{self._smaller(at_once)}; {error}") from None
             give_back()
-            if at_once <= 1:
-                raise RunFailed(f"{report}; a pass cannot be smaller than one row; the last good checkpoint is kept")
+            if final:
+                raise RunFailed(f"{report}{self._smaller(at_once)}; the last good checkpoint is kept")
             self.size = at_once // 2
             log.warning("%s; done again with %d at a time, from here on", report, self.size)
+
+    def _smaller(self, at_once: int) -> str:
+        """Why a pass over so many rows is not taken again in smaller ones."""
+        if at_once <= 1:
+            return "; a pass cannot be smaller than one row"
+        return (
+            f"; a smaller pass helps too: {self.whole} = {at_once // 2}, in a new output folder "
+            "(memory.optimizer_in_backward steps within a pass, so none is done again with fewer rows)"
+        )
 
     def through(self, count: int, work: Callable[[slice], None]) -> None:
         """Work through rows 0 to `count`; rows whose pass ran out of memory are taken again, fewer at once.
@@ -215,10 +238,12 @@ def _piece(work: Callable[[slice], None], start: int, count: int, size: int) -> 
     return stop
 
 
-def shortage_of(error: BaseException, phase: str, role: str, rows: int, budget: Budget) -> Shortage:
+def shortage_of(
+    error: BaseException, phase: str, role: str, rows: int, budget: Budget, *, final: bool = True
+) -> Shortage:
     """What there is to say of an exception for which `ran_out` holds."""
     said = str(error).split("\n")[0] or type(error).__name__
-    return Shortage(phase, role, rows, said, budget.resident())
+    return Shortage(phase, role, rows, said, budget.resident(), final)
 
 
 @contextlib.contextmanager
@@ -246,16 +271,19 @@ class BatchSizes:
     critic: BatchSize
 
     @classmethod
-    def of(cls, ppo: PpoSection, sampling_rows: int = 0, budget: Budget | None = None) -> BatchSizes:
-        """As the settings give them."""
+    def of(
+        cls, ppo: PpoSection, sampling_rows: int = 0, budget: Budget | None = None, *, in_backward: bool = False
+    ) -> BatchSizes:
+        """As the settings give them; `in_backward` is `memory.optimizer_in_backward`."""
         budget, micro = budget or Budget(), ppo.micro_batch_size
+        whole = "ppo.mini_batch_size = ppo.micro_batch_size" if in_backward else ""
         return cls(
             generate=BatchSize("generate", "actor", sampling_rows, budget),
             log_probs=BatchSize("generate", "actor", micro, budget),
             score=BatchSize("score", "reference", micro, budget),
             ahead=BatchSize("score", "reference", micro, budget),
-            actor=BatchSize("learn", "actor", micro, budget),
-            critic=BatchSize("learn", "critic", micro, budget),
+            actor=BatchSize("learn", "actor", micro, budget, whole),
+            critic=BatchSize("learn", "critic", micro, budget, whole),
         )
 
     def describe_with(self, describe: Describe) -> None:

@@ -8,20 +8,30 @@ nothing, the same bytes come back.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.memory.stores import Store, as_bytes, layout_of
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def absent(tensor: Tensor) -> Tensor:
+
+def absent(tensor: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
     """What stands for a tensor that is away: its type and shape over one number, NaN, so that no use goes unnoticed."""
     value = torch.nan if tensor.is_floating_point() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return torch.full((), value, dtype=dtype or tensor.dtype, device=device or tensor.device).expand(tensor.shape)
+
+
+def copy_with_absent(module: Module) -> Module:
+    """A deep copy in which tensors that are away are so as well; deepcopy alone would give them memory."""
+    away = [p for p in module.parameters() if p.numel() > 1 and not any(p.stride())]
+    memo: dict[int, Any] = {id(p): nn.Parameter(absent(p), requires_grad=p.requires_grad) for p in away}
+    return copy.deepcopy(module, memo)
 
 
 class Parked:
@@ -238,6 +248,11 @@ class Residency(Protocol):
         ...
 
     @property
+    def computes_elsewhere(self) -> bool:
+        """Whether it is not computed on the run's device, so that other kernels may round otherwise."""
+        ...
+
+    @property
     def where(self) -> str:
         """Device and tier, for the table of roles."""
         ...
@@ -264,6 +279,12 @@ def is_elsewhere(owner: Any) -> bool:
     """Whether a role (or the role of a reward source) is held by another process."""
     held = residency_of(owner)
     return held is not None and held.elsewhere
+
+
+def computes_elsewhere(owner: Any) -> bool:
+    """Whether a role (or the role of a reward source) is computed on another device or by another process."""
+    held = residency_of(owner)
+    return held is not None and held.computes_elsewhere
 
 
 def resident(owner: Any) -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 
@@ -47,8 +47,8 @@ class LiveTensors(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> None:
-        if tensor.device.type == "meta" or tensor.layout != torch.strided:
-            return
+        if tensor.device.type == "meta" or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            return  # a wrapper (torchao's) has a size and no bytes; the tensors inside are seen by themselves
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         if size and key not in self._alive:

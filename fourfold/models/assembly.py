@@ -14,13 +14,14 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
-from fourfold.models.external import External, load_external, weight_bytes
+from fourfold.models.external import External, load_external, placed, weight_bytes
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
 from fourfold.models.reference import load_reference
+from fourfold.models.residency import HostResidency
 from fourfold.models.roles import (
     Policy,
     Scorer,
@@ -96,7 +97,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     room = base.room(config)
     # First, so that what an export takes for a moment lies beside the base only.
     external = _external(config, room) if config.reward.source == "model" else None
-    own, away = room.planned.weights["actor"], roles_at_a_service(config)
+    own, away = room.planned.weights["critic"], roles_at_a_service(config)
     only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
     if config.critic.init == "base" or (reward is not None and not only_asked):
@@ -145,7 +146,8 @@ def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away
             return hollow_copy(actor, share_head=base.shares_head)
         reference = copy_policy(actor, share_head=base.shares_head)
         _freeze(reference, config.precision.reference, base)
-        return reference
+    room.froze("reference")
+    return reference
 
 
 def _external(config: RunConfig, room: Room) -> External:
@@ -153,7 +155,9 @@ def _external(config: RunConfig, room: Room) -> External:
     with room.role("reward", weight_bytes(config.reward.model)):
         external = load_external(config, room.budget)
         if config.reward.engine != "torch":
-            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine)
+            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, room.budget)
+        elif placed(config)[0].type != room.budget.device.type:
+            external.residency = HostResidency()
     return external
 
 
@@ -167,7 +171,7 @@ def _critic_and_reward(
     config: RunConfig, base: Base, room: Room, fresh: Scorer | None, reward: Path | None, *, away: bool
 ) -> tuple[Scorer, Scorer | None]:
     """`fresh` is a scorer on the base model, which one of the two becomes; a reward model that is `away` is neither."""
-    own, init = room.planned.weights["actor"], config.critic.init
+    own, init = room.planned.weights["critic"], config.critic.init
     scorer = None
     critic = fresh
     if reward is not None and fresh is not None and not (away and init == "base"):
@@ -188,6 +192,7 @@ def _critic_and_reward(
         )
     if scorer is not None:
         _freeze(scorer, config.precision.reward, base)
+        room.froze("reward")
     return critic, scorer
 
 

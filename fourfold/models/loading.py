@@ -22,7 +22,7 @@ from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
-from fourfold.memory.budget import Budget, tensor_bytes
+from fourfold.memory.budget import Budget, tensor_bytes, trim
 from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
@@ -33,6 +33,7 @@ from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
 from fourfold.models.room import Room
 from fourfold.models.split import Part, cut, layout_of, verify_split, verify_whole
+from fourfold.models.stored import InFile
 from fourfold.models.trunk import hold_as_masters_compute, layer_parameters
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.quantization import QUANTIZED, held_bytes
@@ -62,16 +63,17 @@ class Base:
     def room(self, config: RunConfig) -> Room:
         """For the roles that are to be made from this base, which is loaded; the actor takes over its own weights."""
         adapted = config.sharing.mode == "adapters"
-        own = tensor_bytes(p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name))
+        mine = [p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name)]
+        own, vectors = tensor_bytes(mine), tensor_bytes(p for p in mine if p.ndim < 2)
         parts = [self.policy, *([] if self.trunk is None else [self.trunk])]
         whole = tensor_bytes(p for part in parts for p in part.parameters())
-        mine = self.policy.branch.num_layers
-        depth = mine + (0 if self.trunk is None else self.trunk.num_layers)
+        upper = self.policy.branch.num_layers
+        depth = upper + (0 if self.trunk is None else self.trunk.num_layers)
         trained = 0
         if self.trunk is not None and config.trunk.train:
             trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
         hidden = self.policy.branch.hidden_size
-        room = Room.of(config, self.budget, whole, own, (depth, mine), hidden, trained, self.matrix_bytes())
+        room = Room.of(config, self.budget, whole, own, (depth, upper), hidden, trained, self.matrix_bytes(), vectors)
         room.loaded |= {name: size for name, size in room.planned.weights.items() if name in ("trunk", "base", "actor")}
         return room
 
@@ -164,7 +166,9 @@ def convert_gguf(file: Path, cache: Path, key: str = "model.path") -> Path:
     return folder
 
 
-def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model.path") -> tuple[PreTrainedModel, Any]:
+def load_causal_lm(
+    path: str, cache: Path, dtype: torch.dtype, key: str = "model.path", in_file: InFile | None = None
+) -> tuple[PreTrainedModel, Any]:
     """A causal LM in `dtype` and its tokenizer; ValueError says what is wrong with `path`, given as `key`."""
     quiet_imports()
     from transformers import AutoModelForCausalLM
@@ -175,8 +179,9 @@ def load_causal_lm(path: str, cache: Path, dtype: torch.dtype, key: str = "model
     )
     instead = "give a complete causal language model"
     resolved = resolve_model(path, cache, key)
+    given = f"{key} = {path!r}"
     return pretrained(
-        AutoModelForCausalLM, resolved, dtype, given=f"{key} = {path!r}", allowed=allowed, instead=instead
+        AutoModelForCausalLM, resolved, dtype, given=given, allowed=allowed, instead=instead, in_file=in_file
     )
 
 
@@ -218,11 +223,14 @@ def load_base(config: RunConfig) -> Base:
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)
     room = _room_of_folder(config, budget)
-    # The floats are there before they are quantised.
-    floats = config.model_copy(update={"precision": config.precision.model_copy(update={"frozen": "auto"})})
-    weights = _room_of_folder(floats, budget).planned.weights
+    weights = room.planned.weights
+    if config.precision.frozen not in QUANTIZED:  # what is rounded afterwards is loaded in the compute type
+        loaded = config.model_copy(update={"precision": config.precision.model_copy(update={"frozen": "auto"})})
+        weights = _room_of_folder(loaded, budget).planned.weights
     with room.role("base model", sum(weights.get(name, 0) for name in ("trunk", "base", "actor"))):
-        return _load_base(config, device, budget)
+        base = _load_base(config, device, budget)
+        trim()
+        return base
 
 
 def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
@@ -235,11 +243,13 @@ def _room_of_folder(config: RunConfig, budget: Budget) -> Room:
         return Room.of(config, budget, 0, 0, (1, 1), 1)
     mode, layers, total = config.sharing.mode, shape.layers, shape.parameters()
     mine = {"none": layers, "trunk": min(config.trunk.branch_layers, layers), "adapters": 0}[mode]
-    width = 4 if mode == "none" or resolve_compute(config.precision.compute, budget.device) == "float32" else 2
-    own = mine * shape.layer_parameters * 4 if mine < layers else total * 4
+    compute = DTYPES[resolve_compute(config.precision.compute, budget.device)]
+    frozen = config.precision.frozen
+    width = 4 if mode == "none" else (compute if frozen in QUANTIZED else dtype_of(frozen, compute)).itemsize
+    copied = mine * shape.layer_parameters if mine < layers else total - shape.head_parameters
     shared = (layers - mine) * shape.layer_parameters if mine < layers else 0
-    rest = total - mine * shape.layer_parameters - shared if mine < layers else 0
-    whole = own + rest * width + held_bytes(config.precision.frozen, shared, shape.hidden, width)
+    own = copied * 4
+    whole = own + (total - copied - shared) * width + held_bytes(frozen, shared, shape.hidden, width)
     matrices = (shared * width, mine * shape.layer_parameters * 4)
     trained = (layers - mine) * shape.layer_parameters * 4 if config.trunk.train else 0
     return Room.of(config, budget, whole, own, (layers, max(mine, 1)), shape.hidden, trained, matrices)
@@ -249,7 +259,11 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     dtype = DTYPES[resolve_compute(config.precision.compute, device)]
     mode = config.sharing.mode
     shared = mode != "none"
-    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), dtype if shared else torch.float32)
+    in_file = None
+    if config.precision.frozen in QUANTIZED:
+        in_file = InFile(device, upper=config.trunk.branch_layers if mode == "trunk" else 0)
+    held = dtype if shared else torch.float32
+    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), held, in_file=in_file)
     model.requires_grad_(False)
     use_attention(model, config.memory.attention, device)
     layout = layout_of(model)
@@ -278,7 +292,7 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
-        policy=Policy(branch, LanguageHead.of(model)).to(device),
+        policy=Policy(branch, LanguageHead.of(model, budget)).to(device),
         shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import SafetensorError
 
+from fourfold.models.stored import InFile, stored_model
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def pretrained(
-    kind: Any, place: str, dtype: torch.dtype, *, given: str, allowed: str, instead: str
+    kind: Any, place: str, dtype: torch.dtype, *, given: str, allowed: str, instead: str, in_file: InFile | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """A model of one of transformers' auto classes in `dtype`, and its tokenizer.
 
-    ValueError where it cannot be read or lacks weights: `given` is the setting, `allowed` what may stand there,
-    `instead` what to do where weights are missing.
+    Layers that are to stay `in_file` do so where that is possible. ValueError where the model cannot be read or lacks
+    weights: `given` is the setting, `allowed` what may stand there, `instead` what to do where weights are missing.
     """
     from transformers import AutoTokenizer
 
@@ -27,9 +29,11 @@ def pretrained(
         # Without use_safetensors a folder that holds pickled weights only would be unpickled; without a word on remote
         # code transformers would ask.
         with no_loading_bar():
-            loaded = kind.from_pretrained(
-                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-            )
+            loaded = None if in_file is None else stored_model(kind, place, dtype, in_file)
+            if loaded is None:
+                loaded = kind.from_pretrained(
+                    place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                )
         # The library's annotation leaves out the report.
         model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)

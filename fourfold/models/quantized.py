@@ -7,6 +7,8 @@ without gradients, as every rollout is.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from fourfold.errors import RunFailed
 from fourfold.memory.quantization import exact_products, kind_of, quantize
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.split import Part
+from fourfold.models.stored import into_memory
 
 # Plain sentences of several kinds: what a language model is used for, where ids at random are not.
 PROBE = (
@@ -90,7 +93,9 @@ def quantize_checked(
     Returns the mean |difference| that `opinions` shows, of scores in standard deviations.
     """
     before = opinions(role, trunk, probe)
-    quantize(nn.ModuleList(part.layers), kind)
+    for number, layer in enumerate(part.layers):
+        into_memory(layer)
+        quantize(nn.ModuleDict({str(number): layer}), kind)
     gaps = (opinions(role, trunk, probe) - before).abs()
     policy = isinstance(role, Policy)
     bound, unit = (LOG_PROB_BOUNDS, 1.0) if policy else (SCORE_BOUNDS, float(before.std()))
@@ -135,18 +140,23 @@ def gradient_agreement(part: Part, trunk: Part | None, probe: Probe) -> Agreemen
     direction = torch.randn(part.hidden_size, generator=torch.Generator().manual_seed(0)).to(probe.ids.device)
 
     @torch.enable_grad()
-    def gradient() -> Tensor:
+    def gradient() -> tuple[Tensor, ...]:
         loss = (part(inputs, probe.mask).float() @ direction)[probe.mask].sum()
         # Not backward(): a step in the backward pass would take place.
-        found = torch.autograd.grad(loss, trained, materialize_grads=True)
-        return torch.cat([each.flatten().double() for each in found])
+        return torch.autograd.grad(loss, trained, materialize_grads=True)
 
     ours = gradient()
     with exact_products(part):
         theirs = gradient()
-    scale = float(ours.norm() * theirs.norm())
-    cosine = float(ours @ theirs) / scale if scale else float(torch.equal(ours, theirs))
-    return Agreement(cosine, float(ours.norm() / theirs.norm()) if scale else 1.0)
+    mine, other = math.sqrt(_dot(ours, ours)), math.sqrt(_dot(theirs, theirs))
+    if not mine * other:
+        return Agreement(float(mine == other), 1.0)
+    return Agreement(_dot(ours, theirs) / (mine * other), mine / other)
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """In float64, of which one tensor is there at a time."""
+    return sum(float(x.flatten().double() @ y.flatten().double()) for x, y in zip(a, b, strict=True))
 
 
 def check_gradients(part: Part, trunk: Part | None, probe: Probe, who: str) -> Agreement | None:

@@ -37,8 +37,9 @@ from fourfold.planner.quantization import QUANTIZED
 class OwnPolicy(Policy):
     """A policy over a whole model: it reads the rollout's ids, whatever the activations of the other roles are."""
 
-    # log p - log p_held of the probe's tokens, nats: p in the actor's numerics, p_held as the weights are held.
-    rounding: Float32[Tensor, "tokens"] | None = None
+    # log p - log p_held of the probe's tokens [texts, time] in nats, and where they are: p in the actor's numerics,
+    # p_held as the weights are held. None where that is the same.
+    rounding: tuple[Tensor, Tensor] | None = None
 
     def stand_on(self, trunk: Part) -> None:
         """Its own layers begin at the ids: no trunk is below them."""
@@ -65,7 +66,7 @@ def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
     layers = len(getattr(getattr(model, layout.body), layout.layers))
     branch = cut(model, 0, layers, compute_dtype=dtype)
     verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
-    reference = OwnPolicy(branch, LanguageHead.of(model)).to(device)
+    reference = OwnPolicy(branch, LanguageHead.of(model, base.budget)).to(device)
     _hold(reference, config, base)
     out_of_the_file(reference)
     prepare_for_decoding(reference.branch)
@@ -75,14 +76,17 @@ def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
 
 def _hold(reference: OwnPolicy, config: RunConfig, base: Base) -> None:
     """Freeze it in its type or in fewer bits, and note what that changes where the actor computes otherwise."""
-    kind, differs = config.precision.reference, config.precision.reference_differs
-    before = opinions(reference.requires_grad_(False), None, base.probe()) if differs else None
+    kind, probe = config.precision.reference, base.probe()
+    differs = config.precision.reference_differs
+    before = opinions(reference.requires_grad_(False), None, probe) if differs else None
     freeze(reference, None if kind in QUANTIZED else dtype_of(kind, reference.branch.compute_dtype))
     if kind in QUANTIZED:
-        quantize_checked(reference, None, reference.branch, kind, base.probe(), "reference")
+        quantize_checked(reference, None, reference.branch, kind, probe, "reference")
     hold_narrowly(reference.branch)
     if before is not None:
-        reference.rounding = before - opinions(reference, None, base.probe())
+        mask = probe.mask[:, 1:]
+        changes = before - opinions(reference, None, probe)
+        reference.rounding = changes.new_zeros(mask.shape).masked_scatter(mask, changes), mask
 
 
 def _require_rows(config: RunConfig, theirs: int, actors: int) -> None:

@@ -9,8 +9,12 @@ from dataclasses import dataclass, field, replace
 from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
+from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.planner.advice import TRAINED_TRUNK, Held, advice, mib
 from fourfold.planner.quantization import QUANTIZED, held_bytes
+
+# Roles with a language head.
+POLICIES = ("actor", "reference")
 
 
 @dataclass
@@ -33,27 +37,35 @@ class Room:
         hidden: int,
         trunk: int = 0,
         matrices: tuple[int, int] = (0, 0),
+        vectors: int = 0,
     ) -> Room:
-        """For a model of `whole` bytes of which a role copies `own`.
+        """For a model of `whole` bytes of which a role copies `own`, in float32.
 
         `layers` are the model's and a role's own, `matrices` the float bytes of decoder layers' matrices in what is
-        shared and in a role's copy, `trunk` the bytes of a trained trunk. One pass then gives the gradients of trunk,
-        actor and critic, those of the trunk twice where they are measured; otherwise one role's are there at a time.
+        shared and in a role's copy, `vectors` those of a copy's norms and biases, `trunk` the bytes of a trained trunk.
+        One pass then gives the gradients of trunk, actor and critic, those of the trunk twice where they are measured;
+        otherwise one role's are there at a time.
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.of_the_base else [])]
         roles = [role for role in roles if role not in roles_at_a_service(config)]
-        weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own} | dict.fromkeys(roles, own)
+        # A policy's language head, where it is not the embedding's own tensor.
+        head = whole - own if config.sharing.mode == "none" else 0
+        weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own - head}
+        weights |= {role: own + head * (role in POLICIES) for role in roles}
+        compute = resolve_compute(config.precision.compute, budget.device)
         for role in ("reference", "reward"):
-            if role in weights and (kind := getattr(config.precision, role)) in QUANTIZED:
-                weights[role] += held_bytes(kind, matrices[1] // 4, hidden, 4) - matrices[1]
+            if role in weights:
+                floats = (weights[role], vectors, matrices[1])
+                held, adapted = getattr(config.precision, role), config.sharing.mode == "adapters"
+                weights[role] = _frozen_bytes(held, compute, adapted, floats, hidden)
         weights[TRAINED_TRUNK] = trunk
         shares = (matrices[0] / max(whole - own, 1), matrices[1] / max(own, 1))
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
             matrix_shares=shares,
-            trained=2 * own + trunk,
-            gradients=_gradients(config, own, trunk),
-            states=4 * own + 2 * trunk,
+            trained=2 * own + head + trunk,
+            gradients=_gradients(config, own, trunk) + head,
+            states=4 * own + 2 * (head + trunk),
             layers=layers[0],
             own_layers=layers[1],
             trunk_layers=layers[0] - layers[1] if trunk else 0,
@@ -70,6 +82,10 @@ class Room:
             self.budget.check()
         self.loaded[name] = self.loaded.get(name, 0) + wanted
 
+    def froze(self, name: str) -> None:
+        """This role, which was loaded in float32, is now held as planned."""
+        self.loaded[name] = self.planned.weights.get(name, 0)
+
     def _describe(self, shortage: Shortage) -> str:
         loaded = replace(self.planned, weights=self.loaded, gradients=0, states=0).describe()
         proposed = "; ".join(map(str, advice("load", self.planned, self.config)[:3]))
@@ -77,6 +93,20 @@ class Room:
         need = f"; weights, gradients and optimizer states of the run need about {mib(needed)}" if needed else ""
         helps = proposed or "more memory, or a smaller model in model.path"
         return f"{shortage}. Loaded so far: {loaded}{need}. Would help most: {helps}"
+
+
+def _frozen_bytes(held: str, compute: str, adapted: bool, own: tuple[int, int, int], hidden: int) -> int:
+    """Bytes of a frozen role, of whose own float32 ones some are vectors', which stay, and some are layers' matrices'.
+
+    Float32 matrices whose numbers turn out to be bfloat16's take half of it.
+    """
+    total, vectors, matrices = own
+    dtype = compute if held == "auto" or held in QUANTIZED else held
+    if adapted and dtype == compute:
+        return total  # as the trained adapters beside it
+    quantized = matrices if held in QUANTIZED else 0
+    floats = (total - vectors - quantized) * DTYPES[dtype].itemsize // 4
+    return vectors + floats + held_bytes(held, quantized // 4, hidden, 4)
 
 
 def _gradients(config: RunConfig, own: int, trunk: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.algorithms.masking import position_ids
+from fourfold.memory.offload import copy_with_absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,6 +140,15 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def with_layers(config: Any, start: int, stop: int) -> Any:
+    """A copy of a model's config for a model of the layers [start, stop) alone."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = stop - start
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[start:stop]
+    return config
+
+
 def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype, leave_norm: bool = False) -> Part:
     """The layers [start, stop) of a causal LM; with the embedding when start is 0, with the norm when stop is the end.
 
@@ -155,13 +165,10 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
             f"layers {start} to {stop} of a model with {total}: allowed are 0 <= start < stop <= {total}, and "
             f"{total} to {total} for the norm alone"
         )
-    config = copy.deepcopy(whole.config)
-    config.num_hidden_layers = stop - start
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[start:stop]
+    config = with_layers(whole.config, start, stop)
     with torch.device("meta"):
         body = type(whole)(config)
-    take = (lambda module: module) if start == 0 else copy.deepcopy
+    take = (lambda module: module) if start == 0 else copy_with_absent
     layers = [take(layer) for layer in getattr(whole, layout.layers)[start:stop]]
     for layer in layers:
         _renumber(layer, start)

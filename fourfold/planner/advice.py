@@ -21,6 +21,7 @@ RESUMABLE = frozenset(
         "memory.checkpointing",
         "memory.count_tensors",
         "memory.optimizer_residency",
+        "precision.max_reference_bias",
         "reference.residency",
         "reward.residency",
         "service.max_rows",

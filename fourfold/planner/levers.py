@@ -37,11 +37,32 @@ class Lever:
     trunk_bound: float = 0.0  # the same for one that is exact but not over a cached trunk
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
+    not_planned: str = ""  # why a search for a plan never takes it; nothing: it may (fourfold.planner.search)
+    planned: Mapping[str, Any] = field(default_factory=dict)  # what a plan sets, where `settings` suit tiny models only
+    halves: tuple[str, str] | None = None  # a key, and that of all rows: a plan takes a half of them, a quarter, ...
+
+    @property
+    def switches(self) -> Mapping[str, Any]:
+        """What a plan sets, besides a part of the rows: not what only makes a comparison a fair one."""
+        part = self.halves[0] if self.halves else ""
+        return self.planned or {
+            key: value
+            for key, value in self.settings.items()
+            if key != part and (key not in self.baseline or self.baseline[key] != value)
+        }
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update is another one than that without it by more than the order of sums makes it."""
+        return self.change == "bounded" and max(self.bound, self.rounding) > ORDER_OF_SUMS
 
     def bound_over(self, *, trunk: bool) -> float:
         """The bound with or without a cached trunk; 0 is bit-equality."""
         return self.bound + (self.trunk_bound if trunk else 0.0)
 
+
+# The largest bound of levers that change an update by nothing but the order in which the same numbers are added up.
+ORDER_OF_SUMS = 1e-4
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
@@ -55,6 +76,7 @@ ONE_MICRO_BATCH: Mapping[str, Any] = {
     "critic.max_grad_norm": 0.0,
 }
 
+# Of levers that set the same keys or halve the same rows, the one that saves most stands last.
 LEVERS: tuple[Lever, ...] = (
     Lever(
         name="trunk",
@@ -85,6 +107,7 @@ LEVERS: tuple[Lever, ...] = (
             "half-precision frozen roles",
             "offload optimizer",
         ),
+        not_planned="what is learned by whom is no question of room",
     ),
     Lever(
         name="adapters",
@@ -100,20 +123,12 @@ LEVERS: tuple[Lever, ...] = (
         name="adapters over a trunk",
         where="fourfold.models.adapters",
         settings={**ADAPTERS, "adapters.layers": 2},
+        planned={**ADAPTERS, "adapters.layers": 4},
         baseline=SEPARATE,
         saves="what both save",
         costs="only the upper layers adapt",
         change="other parameters",
         excludes=("trunk", "trained trunk", "adapters", "int8 reference", "int8 reward"),
-    ),
-    Lever(
-        name="checkpointing",
-        where="fourfold.memory.activations",
-        settings={"memory.checkpointing": "layers"},
-        saves="of every layer's activations all but its input",
-        costs="the layers' forward pass once more",
-        change="exact",
-        excludes=("checkpointing attention",),
     ),
     Lever(
         name="checkpointing attention",
@@ -123,6 +138,15 @@ LEVERS: tuple[Lever, ...] = (
         costs="attention's forward pass once more",
         change="exact",
         excludes=("checkpointing",),
+    ),
+    Lever(
+        name="checkpointing",
+        where="fourfold.memory.activations",
+        settings={"memory.checkpointing": "layers"},
+        saves="of every layer's activations all but its input",
+        costs="the layers' forward pass once more",
+        change="exact",
+        excludes=("checkpointing attention",),
     ),
     Lever(
         name="activation offload",
@@ -136,6 +160,7 @@ LEVERS: tuple[Lever, ...] = (
         name="micro-batches",
         where="fourfold.models.roles",
         settings={"ppo.micro_batch_size": 1},
+        halves=("ppo.micro_batch_size", "ppo.mini_batch_size"),
         saves="activations, in proportion",
         costs="small products are slower",
         change="bounded",
@@ -184,10 +209,11 @@ LEVERS: tuple[Lever, ...] = (
         settings={"reference.residency": "service"},
         baseline=SEPARATE,
         saves="the reference's own weights, always: another process has them",
-        costs="a request a step; the service needs a base of its own",
+        costs="a request a step; the service needs a base of its own; on another kind of machine KL is off by rounding",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
+        not_planned="needs a service that somebody has started",
     ),
     Lever(
         name="service reward",
@@ -199,6 +225,7 @@ LEVERS: tuple[Lever, ...] = (
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
         excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles"),
+        not_planned="needs a service that somebody has started",
     ),
     Lever(
         name="park optimizer",
@@ -226,7 +253,8 @@ LEVERS: tuple[Lever, ...] = (
         settings={"memory.optimizer_in_backward": True, **ONE_MICRO_BATCH},
         baseline=ONE_MICRO_BATCH,
         saves="the gradients of a role but for a few parameters' at a time",
-        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl",
+        costs="no clipping by the norm, no gradient accumulation, no ppo.target_kl, no second try with fewer rows when "
+        "memory runs out",
         change="exact",
         excludes=("micro-batches", "trained trunk", "float16"),
     ),
@@ -235,9 +263,20 @@ LEVERS: tuple[Lever, ...] = (
         where="fourfold.scoring.ahead",
         settings={"sampling.overlap_scoring": True, "sampling.batch_size": 4},
         baseline={"sampling.batch_size": 4},
+        halves=("sampling.batch_size", "ppo.rollout_batch_size"),
         saves="the seconds of reference and reward, as far as sampling leaves the processor room",
         costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
         change="bounded",  # as micro-batches: products of other shapes
+        bound=1e-4,
+    ),
+    Lever(
+        name="sampling batches",
+        where="fourfold.rollout.local",
+        settings={"sampling.batch_size": 4},
+        halves=("sampling.batch_size", "ppo.rollout_batch_size"),
+        saves="the cache of keys and values and sampling's logits, in proportion",
+        costs="sampling reads the weights once more for each batch",
+        change="bounded",  # as micro-batches
         bound=1e-4,
     ),
     Lever(
@@ -265,6 +304,7 @@ LEVERS: tuple[Lever, ...] = (
         where="fourfold.backends.scaling",
         # With the default the first steps of a tiny model would be skipped until the scale has fallen.
         settings={"precision.compute": "float16", "precision.loss_scale": 64.0},
+        planned={"precision.compute": "float16"},
         saves="what bfloat16 saves, with 11 binary digits",
         costs="gradients of actor and critic at the same time; steps that overflow are skipped",
         change="bounded",

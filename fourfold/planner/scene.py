@@ -34,7 +34,8 @@ class Scene:
     """Everything that a plan depends on.
 
     `models` has the architecture of the run's own model under "base", and that of a reference or reward model of
-    another one under the role's name.
+    another one under the role's name. `stored` has the type of their weights' files by the same names where that is not
+    bfloat16, as it is of most published models: what is bfloat16 to begin with, frozen roles hold as that.
     """
 
     config: RunConfig
@@ -42,6 +43,7 @@ class Scene:
     cluster: Cluster
     lengths: Lengths
     layout: Layout = field(default_factory=Layout)
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert "base" in self.models and set(self.models) <= {"base", "reference", "reward"}, sorted(self.models)
@@ -63,6 +65,10 @@ class Scene:
         if asked != "auto":
             return asked
         return "bfloat16" if self.cluster.device.multiplies("bfloat16") else "float32"
+
+    def stored_in(self, model: str) -> str:
+        """The type of a model's weights as they are published."""
+        return self.stored.get(model, "bfloat16")
 
     @property
     def on_cpu(self) -> bool:

@@ -26,11 +26,13 @@ from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
+from fourfold.training.planned import PLAN, Chosen, choose_levers, compare
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import train_sft
 from fourfold.training.texts import TextCache
+from fourfold.training.timeline import Timeline
 
 Say = Callable[[str], None]
 
@@ -118,25 +120,28 @@ def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
 
 def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     """Carry out `config.stages` in the run's folder; returns (and writes) the summary."""
-    config = prepare(config)
     folder = RunFolder(Path(config.output).expanduser())
+    chosen = choose_levers(config, folder, say)
+    config = prepare(chosen.config)
     _check_what_stages_start_from(config, folder)
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
     folder.require_same_settings(config)
     records = read_records(config.model_copy(update={"stages": tuple(todo)}))
-    for warning in precision_warnings(config):
-        say(f"warning: {warning}")
+    for line in (*chosen.lines, *(f"warning: {warning}" for warning in precision_warnings(config))):
+        say(line)
     for stage in config.stages:
         if stage not in todo:
             say(f"{stage}: finished earlier, skipped")
     if todo:
-        _carry_out(config, folder, todo, records, say)
+        _carry_out(config, chosen, folder, todo, records, say)
     summary = summarise_run(config, folder)
     folder.write_json(SUMMARY, summary)
     return summary
 
 
-def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: Records, say: Say) -> None:
+def _carry_out(
+    config: RunConfig, chosen: Chosen, folder: RunFolder, todo: list[str], records: Records, say: Say
+) -> None:
     if _reward_lacks_sft(config, folder):
         say("reward.init: there is no stage sft, so the reward model starts from the base model")
     meter = PhaseMeter(device_of(config), count_tensors=config.memory.count_tensors)
@@ -144,6 +149,8 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: R
         base = load_base(config)
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
+    chosen.save(folder)
+    Timeline(folder.root).spans("", 0, meter.take_spans())
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
     if "sft" in todo:
@@ -160,6 +167,8 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: R
         stores = Stores(sft_model(config, folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
+        if why_not := compare(config, inputs.prompts, folder):
+            say(why_not)
 
 
 def planned_ppo(config: RunConfig, prompts: int) -> str:
@@ -196,14 +205,19 @@ def _stage(
 ) -> None:
     _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
     folder.note_spent(meter.totals())
+
+    def note() -> None:
+        folder.note_spent(meter.totals())
+        Timeline(folder.root).spans(name, 0, meter.take_spans())
+
     try:
         with meter.phase(name):
             metrics = work()
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
-            folder.note_spent(meter.totals())
+            note()
         raise
-    folder.note_spent(meter.totals())
+    note()
     folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})
 
 
@@ -224,4 +238,6 @@ def summarise_run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     order = [name for name in ("load", "sft", "reward", "ppo", *TIMED_PHASES) if name in spent]
     summary["seconds"] = {name: spent[name].seconds for name in order}
     summary["peak_bytes"] = {name: spent[name].peak_bytes for name in order}
+    if (plan := folder.read_json(PLAN)) is not None and "memory" in plan:
+        summary["memory"] = plan["memory"]
     return summary

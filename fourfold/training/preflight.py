@@ -6,6 +6,7 @@ run; so the run stops here with the number and the usual causes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,10 +18,9 @@ from fourfold.batch import ScoredRollout
 from fourfold.config.schema import PrecisionSection, RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
-from fourfold.memory.offload import is_elsewhere
+from fourfold.memory.offload import computes_elsewhere, residency_of
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
-from fourfold.models.quantized import PROBE
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.models.split import Part
@@ -45,42 +45,67 @@ BOUNDS = {
 }
 
 
+# A bias may exceed its bound by so many standard errors: one that is at the bound is refused in 2.3 % of the runs.
+ERRORS_ALLOWED = 2.0
+
+
 @dataclass(frozen=True)
 class ReferenceBias:
     """What KL reads where it is 0, because the reference computes otherwise than the actor; nats.
 
     The difference is log p - log p_held of the same weights, p in the actor's numerics, p_held in the reference's. Its
     mean over tokens drawn from p estimates KL(p, p_held), which every KL is off by; its size at a single token is
-    noise, which a mean over tokens takes out, and is reported only.
+    noise, which a mean over tokens takes out, and is reported only. Tokens of one response are not independent, so
+    standard errors count responses: with S_i the sum over response i, n_i its tokens and m = sum S_i / sum n_i, the
+    mean of a token has that of a ratio, sqrt(B / (B - 1) sum (S_i - m n_i)^2) / sum n_i (Cochran 1977, section 6.3).
     """
 
     per_token_mean: float
+    per_token_error: float  # standard error; infinite where there is one response
     per_sequence_mean: float
+    per_sequence_error: float
     absolute_mean: float  # of a token
     absolute_max: float
     tokens: int
+    sequences: int
 
     @classmethod
     def measured(cls, scored: ScoredRollout) -> ReferenceBias:
         """Before the first step, when both roles have the same weights."""
-        gaps = (scored.log_probs - scored.ref_log_probs)[scored.response_mask]
-        return cls._of(gaps, len(scored.sequences))
+        return cls.of(scored.log_probs - scored.ref_log_probs, scored.response_mask)
 
     @classmethod
-    def of_own(cls, reference: OwnPolicy) -> ReferenceBias:
-        """Of a model of its own, as it was loaded: on given sentences, because the actor has other weights."""
-        assert reference.rounding is not None, "loading has measured it"
-        return cls._of(reference.rounding, len(PROBE))
-
-    @classmethod
-    def _of(cls, gaps: Tensor, sequences: int) -> ReferenceBias:
+    def of(cls, differences: Tensor, mask: Tensor) -> ReferenceBias:
+        """Of log p - log p_held of the tokens [batch, time] where the mask is True."""
+        gaps = torch.where(mask, differences, 0.0).double()
+        sums, lengths, count = gaps.sum(dim=1), mask.sum(dim=1).double(), len(gaps)
+        mean, tokens = float(sums.sum() / lengths.sum()), int(lengths.sum())
         return cls(
-            per_token_mean=float(gaps.mean()),
-            per_sequence_mean=float(gaps.sum()) / sequences,
-            absolute_mean=float(gaps.abs().mean()),
+            per_token_mean=mean,
+            per_token_error=_error_of_sum(sums - mean * lengths) / tokens,
+            per_sequence_mean=float(sums.mean()),
+            per_sequence_error=_error_of_sum(sums - sums.mean()) / count,
+            absolute_mean=float(gaps.abs().sum()) / tokens,
             absolute_max=float(gaps.abs().max()),
-            tokens=len(gaps),
+            tokens=tokens,
+            sequences=count,
         )
+
+    def beyond(self, bound: float) -> bool:
+        """Whether the mean of a token is larger than `bound` by more than ERRORS_ALLOWED standard errors, or NaN."""
+        return not abs(self.per_token_mean) - ERRORS_ALLOWED * self.per_token_error <= bound
+
+    def __str__(self) -> str:
+        return (
+            f"{self.per_token_mean:+.2e} nats a token (standard error {self.per_token_error:.1e}), "
+            f"{self.per_sequence_mean:+.2e} a sequence ({self.per_sequence_error:.1e})"
+        )
+
+
+def _error_of_sum(centred: Tensor) -> float:
+    """Standard error of the sum of independent numbers, of which these are the distances from their mean."""
+    count = len(centred)
+    return math.sqrt(count / (count - 1) * float(centred.square().sum())) if count > 1 else math.inf
 
 
 @dataclass(frozen=True)
@@ -97,12 +122,20 @@ class Preflight:
     reference_dtype: str
     fresh: bool
     own_reference: bool
+    reference_where: str = ""  # where it computes, if that is elsewhere than the actor does
     reference_bias: ReferenceBias | None = None  # where actor and reference compute alike there is none
+
+    @property
+    def reference_differs(self) -> bool:
+        """Whether the same weights may give the reference other numbers than the actor."""
+        return not self.own_reference and (self.actor_dtype != self.reference_dtype or bool(self.reference_where))
 
     def with_stored(self, earlier: Mapping[str, Any] | None) -> Preflight:
         """With the bias that was measured when the run began: later the actor has moved."""
         bias = (earlier or {}).get("reference_bias")
-        return self if self.fresh or bias is None else replace(self, reference_bias=ReferenceBias(**bias))
+        if self.fresh or bias is None or not self.reference_differs:
+            return self
+        return replace(self, reference_bias=ReferenceBias(**bias))
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -121,14 +154,24 @@ class Preflight:
         bias = self.reference_bias
         if bias is None:
             return None
-        when = "measured" if self.fresh else "measured when the run began"
-        tokens = f"{bias.tokens:,} tokens{' of given sentences' * self.own_reference}"
+        when = "measured" if self.fresh or self.own_reference else "measured when the run began"
         return (
-            f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token ({bias.per_sequence_mean:+.2e} a "
-            f"sequence), |difference| {bias.absolute_mean:.2e} on average and {bias.absolute_max:.2e} at most, {when} "
-            f"on {tokens}: it is held in {self.reference_dtype.removeprefix('torch.')}, and the actor computes in "
+            f"KL bias of the reference: {bias}, |difference| {bias.absolute_mean:.2e} on average and "
+            f"{bias.absolute_max:.2e} at most, {when} on {self.measured_on(bias)}: it is held {self.held()}, and the "
+            "actor computes in "
             f"{self.actor_dtype.removeprefix('torch.')}"
         )
+
+    def measured_on(self, bias: ReferenceBias) -> str:
+        """The tokens that a bias is a mean over: an actor with other weights says nothing of a model of its own."""
+        return (
+            f"{bias.tokens:,} tokens of {bias.sequences:,} {'given sentences' if self.own_reference else 'responses'}"
+        )
+
+    def held(self) -> str:
+        """How the reference is held, and where it computes if not where the actor does."""
+        elsewhere = f" and computed elsewhere ({self.reference_where})" if self.reference_where else ""
+        return f"in {self.reference_dtype.removeprefix('torch.')}{elsewhere}"
 
 
 def preflight(
@@ -136,28 +179,38 @@ def preflight(
     scored: ScoredRollout,
     activations: Activations,
     config: RunConfig,
+    bias: ReferenceBias | None,
     *,
     fresh: bool,
     size: BatchSize | None = None,
 ) -> Preflight:
-    """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes; RunFailed names the one
-    that is too large.
+    """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes, and judge them and the
+    reference's `bias` (where `reference_differs`; that of a model of its own was measured when it was loaded);
+    RunFailed names the one that is too large.
 
     `fresh` is False for a resumed run, whose actor has rightly moved away from the reference. The distance to a
     reference with a model of its own is told, not judged.
     """
 
+    if isinstance(models.reference, OwnPolicy) and models.reference.rounding is not None:
+        bias = ReferenceBias.of(*models.reference.rounding)
+
     def first(rows: int) -> Preflight:
         chosen = torch.arange(rows, device=scored.sequences.device)
-        return _measure(models, scored.select(chosen), activations.select(chosen), config, fresh)
+        return _measure(models, scored.select(chosen), activations.select(chosen), config, fresh, bias)
 
     return (size or BatchSize("learn", "actor", 0)).fitting(first, len(scored.sequences))
 
 
 def _measure(
-    models: FourModels, scored: ScoredRollout, activations: Activations, config: RunConfig, fresh: bool
+    models: FourModels,
+    scored: ScoredRollout,
+    activations: Activations,
+    config: RunConfig,
+    fresh: bool,
+    bias: ReferenceBias | None,
 ) -> Preflight:
-    actor, temperature, differs = models.actor, config.sampling.temperature, config.precision.reference_differs
+    actor, temperature = models.actor, config.sampling.temperature
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = bounds_of(actor.branch, models.base.trunk)
@@ -176,9 +229,10 @@ def _measure(
         reference_dtype=_held(models, config),
         fresh=fresh,
         own_reference=own_reference,
-        reference_bias=_bias(models.reference, scored) if differs and fresh else None,
+        reference_where=_elsewhere(models.reference),
+        reference_bias=bias,
     )
-    if result.actor_dtype != result.reference_dtype and not differs:
+    if result.actor_dtype != result.reference_dtype and not config.precision.reference_differs:
         raise RunFailed(
             f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
             "them would be biased; give both the same precision"
@@ -189,12 +243,12 @@ def _measure(
         bounds.ratio,
         "dropout, position ids or masks differ between passes",
     )
-    if result.reference_bias is not None:
-        _require_small(result.reference_bias, config.precision)
-    elif fresh and not own_reference:
-        # A service makes the trunk's activations anew, as the trainer does after the sampler.
-        anew = models.base.trunk is not None and is_elsewhere(models.reference)
-        allowed = bounds.sampler if anew else bounds.kl
+    if bias is not None:
+        _require_small(bias, result, config.precision)
+    if fresh and not own_reference and not config.precision.reference_differs:
+        # Elsewhere other kernels compute, and a service makes the trunk's activations anew: as between the sampler and
+        # the trainer.
+        allowed = bounds.sampler if result.reference_where else bounds.kl
         _require("KL to the reference is not 0 at step 0", kl, allowed, "the reference is not the actor as it starts")
     _require(
         "sampler and trainer disagree on log-probs",
@@ -205,8 +259,15 @@ def _measure(
     return result
 
 
-def _bias(reference: Policy, scored: ScoredRollout) -> ReferenceBias:
-    return ReferenceBias.of_own(reference) if isinstance(reference, OwnPolicy) else ReferenceBias.measured(scored)
+def reference_differs(models: FourModels, config: RunConfig) -> bool:
+    """Whether a reference with the actor's weights may have other numbers, of which a bias is to be measured."""
+    own = isinstance(models.reference, OwnPolicy)
+    return not own and (config.precision.reference_differs or computes_elsewhere(models.reference))
+
+
+def _elsewhere(reference: Policy) -> str:
+    held = residency_of(reference)
+    return held.where if held is not None and computes_elsewhere(reference) else ""
 
 
 def _held(models: FourModels, config: RunConfig) -> str:
@@ -226,14 +287,15 @@ def bounds_of(*parts: Part | None) -> Bounds:
     return max(found, key=lambda bounds: bounds.ratio)
 
 
-def _require_small(bias: ReferenceBias, precision: PrecisionSection) -> None:
-    if not abs(bias.per_token_mean) <= precision.max_reference_bias:
+def _require_small(bias: ReferenceBias, found: Preflight, precision: PrecisionSection) -> None:
+    if bias.beyond(precision.max_reference_bias):
+        causes = {"precision.reference": precision.reference_differs, "reference.residency": found.reference_where}
         raise RunFailed(
-            f"pre-flight: the reference in {precision.reference} biases every KL by {bias.per_token_mean:+.2e} nats a "
-            f"token (allowed by precision.max_reference_bias: {precision.max_reference_bias:g}) and "
-            f"{bias.per_sequence_mean:+.2e} a sequence: the mean difference, on {bias.tokens:,} tokens, from the same "
-            f"weights in the actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on "
-            f"average and {bias.absolute_max:.2e} at most; leave out precision.reference, or allow more"
+            f"pre-flight: the reference {found.held()} biases every KL by {bias} (allowed a token by "
+            f"precision.max_reference_bias: {precision.max_reference_bias:g}, and {ERRORS_ALLOWED:g} standard errors): "
+            f"the mean difference, on {found.measured_on(bias)}, from the same weights in the "
+            f"actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on average and "
+            f"{bias.absolute_max:.2e} at most; leave out {' and '.join(filter(causes.get, causes))}, or allow more"
         )
 
 

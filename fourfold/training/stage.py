@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -65,7 +65,16 @@ def stage_optimizer(
         memory=config.memory,
         folder=folder,
         loss_scale=LossScale.of(config.precision, base.budget.device),
+        budget=base.budget,
     )
+
+
+def stage_size(
+    stage: Literal["sft", "reward"], role: str, micro_batch_size: int, config: RunConfig, base: Base
+) -> BatchSize:
+    """The rows of a pass of the role that a stage trains."""
+    whole = f"{stage}.batch_size = {stage}.micro_batch_size" if config.memory.optimizer_in_backward else ""
+    return BatchSize(stage, role, micro_batch_size, base.budget, whole)
 
 
 def learn_from(

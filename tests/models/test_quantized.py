@@ -17,7 +17,7 @@ from fourfold.memory.quantization import QuantizedLinear, dequantize, kind_of
 from fourfold.models import quantized
 from fourfold.models.adapters import adapter_parameters, merge_adapters
 from fourfold.models.assembly import FourModels, assemble, record_for
-from fourfold.models.loading import Base
+from fourfold.models.loading import Base, _room_of_folder
 from fourfold.models.quantized import check_gradients, gradient_agreement
 from fourfold.models.roles import Policy, Scorer, make_trainable, scorer_on
 from fourfold.models.storage import own_tensors, save_role
@@ -170,6 +170,38 @@ def test_bytes_are_those_of_the_arithmetic_and_the_table_says_them(
     assert rows[name].parameters == plain[name].parameters
     assert kind in rows[name].dtype.split(" + ")
     assert {n: row for n, row in rows.items() if n != name} == {n: row for n, row in plain.items() if n != name}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("mode", "compute", "precision"),
+    [
+        ("none", "float32", {}),
+        ("none", "bfloat16", {}),
+        ("none", "bfloat16", {"reference": "int8", "reward": "nf4"}),
+        ("none", "float32", {"reference": "nf4", "reward": "float16"}),
+        ("trunk", "float32", {"frozen": "float16"}),
+        ("trunk", "bfloat16", {"frozen": "nf4", "reward": "int8"}),
+        ("trunk", "float32", {"reference": "bfloat16"}),
+        ("adapters", "bfloat16", {"frozen": "int8"}),
+        ("adapters", "float32", {"frozen": "bfloat16", "reward": "float16"}),
+    ],
+)
+def test_every_role_is_planned_in_the_type_that_it_is_held_in(
+    tmp_path: Path, family: str, mode: str, compute: str, precision: dict[str, str]
+) -> None:
+    """From the base that is loaded, and before that from the folder's config, where adapters are not known yet."""
+    tiny_directory(tmp_path / "m", family, hidden=64)
+    given: dict[str, Any] = {f"precision__{key}": held for key, held in (precision | {"compute": compute}).items()}
+    models = four(tmp_path, mode, **given)
+    held = {row.model: row.bytes for row in role_rows(models)}
+    assert models.room.planned.weights == pytest.approx(held, rel=0.02, abs=300)  # number heads
+    assert models.room.loaded == pytest.approx(held, rel=0.02, abs=300)
+    config = tiny_config(tmp_path / "m", mode, **given)
+    early = dict(_room_of_folder(config, models.base.budget).planned.weights)
+    if mode == "adapters":
+        early, held = ({"base": sizes["base"]} for sizes in (early, held))
+    assert early == pytest.approx(held, rel=0.1)
 
 
 def test_qlora_holds_one_base_for_four_roles_and_stores_none_of_it(tmp_path: Path) -> None:

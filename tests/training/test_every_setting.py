@@ -59,6 +59,7 @@ SHOWN = {
     "sharing.mode": "models/test_roles.py::test_separate_models_share_no_tensor",
     "memory.activation_offload": "memory/test_activation_offload.py::test_a_step_with_activation_offload_is_bit_equal",
     "memory.budget_gib": "training/test_out_of_memory.py::test_a_real_budget_gib_halves_and_the_update_is_bit_equal",
+    "memory.levers": "training/test_planned.py::test_a_run_chooses_levers_that_fit_and_goes_on_with_them",
     "memory.count_tensors": "training/test_timeline.py::test_count_tensors_fills_in_the_bytes_of_live_tensors",
     "system.device": "models/test_loading.py::test_a_cuda_device_that_is_absent_is_refused",
     "memory.optimizer_residency": f"{OPTIMIZERS}::test_parked_states_are_in_memory_for_one_parameter_in_the_step_only",

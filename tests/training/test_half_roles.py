@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fourfold.errors import RunFailed
 from fourfold.models.adapters import is_adapter
 from fourfold.models.roles import Activations
 from fourfold.training.pipeline import run_stages
+from fourfold.training.preflight import ReferenceBias
 from fourfold.training.results import export_actor
 from fourfold.training.trainer import Trainer
 from tiny_roles import oracle_log_probs
@@ -173,11 +175,11 @@ def test_the_bias_is_what_kl_reads_at_equal_weights(tmp_path: Path, sharing: str
             make_config(tree_for(tmp_path, sharing, compute=compute, reference=reference))
         return
     trainer = trainer_for(tmp_path, sharing, compute=compute, reference=reference)
-    rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0).first(4), policy_version=0)
-    report = trainer.check()
+    rollout, activations = rollout_of(trainer)
+    report, count = trainer.check(), len(rollout.sequences)
     total = absolute = largest = 0.0
     with torch.no_grad():
-        for row in range(4):
+        for row in range(count):
             one, inputs = rollout.select(torch.tensor([row])), activations.select(torch.tensor([row]))
             actor, held = (
                 role.log_probs(inputs, one, 1.0)[0][0, : int(one.lengths)]
@@ -189,9 +191,9 @@ def test_the_bias_is_what_kl_reads_at_equal_weights(tmp_path: Path, sharing: str
     bias, tokens = report.reference_bias, int(rollout.response_mask.sum())
     # Other rows beside a row change the order of sums, in bfloat16 by up to a bit of each product.
     loose: dict[str, Any] = {"rel": 0.05, "abs": 5e-4}
-    assert bias is not None and bias.tokens == tokens and largest > 1e-4
+    assert bias is not None and (bias.tokens, bias.sequences) == (tokens, count) and largest > 1e-4
     assert bias.per_token_mean == pytest.approx(total / tokens, **loose)
-    assert bias.per_sequence_mean == pytest.approx(total / 4, rel=loose["rel"], abs=6 * loose["abs"])
+    assert bias.per_sequence_mean == pytest.approx(total / count, rel=loose["rel"], abs=6 * loose["abs"])
     assert bias.absolute_mean == pytest.approx(absolute / tokens, **loose)
     assert bias.absolute_max == pytest.approx(largest, rel=0.2)
     warning = report.warning()
@@ -207,18 +209,29 @@ def test_full_kl_is_biased_by_the_same_reference(tmp_path: Path) -> None:
 
 
 def test_a_reference_beyond_the_bound_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """precision.max_reference_bias: exit code 3, with the number and what to do."""
-    tree = tree_for(tmp_path, reference="bfloat16", max_reference_bias=1e-6)
+    """precision.max_reference_bias: exit code 3, with the number and what to do. 4 bits of random weights lie by more
+    than the error of 256 responses; what lies within two standard errors of the bound is not refused."""
+    many = {"ppo": {"rollout_batch_size": 256}}
+    tree = merged(tree_for(tmp_path, "none", reference="nf4", max_reference_bias=1e-3), many)
     assert main(["run", str(write_config(tree, tmp_path / "run.toml"))]) == FAILED == 3
     said = capsys.readouterr().err
-    assert "warning: precision.reference = 'bfloat16', and the actor computes in float32" in said
-    assert "pre-flight: the reference in bfloat16 biases every KL by" in said
-    assert "(allowed by precision.max_reference_bias: 1e-06)" in said and "leave out precision.reference" in said
-    bias = trainer_for(tmp_path, reference="bfloat16", max_reference_bias=1.0).check().reference_bias
-    assert bias is not None and 1e-6 < abs(bias.per_token_mean) < bias.absolute_mean
-    # What the mean takes out is no bias: a bound between the two admits the reference.
-    between = (abs(bias.per_token_mean) + bias.absolute_mean) / 2
-    assert trainer_for(tmp_path, reference="bfloat16", max_reference_bias=between).check().reference_bias == bias
+    assert "warning: precision.reference = 'nf4'" in said
+    assert re.search(
+        r"the reference in nf4 biases every KL by \+\S+ nats a token \(standard error \S+\), \+\S+ a seq", said
+    )
+    assert "precision.max_reference_bias: 0.001, and 2 standard errors)" in said and "leave out precision" in said
+
+    def bias(bound: float) -> ReferenceBias:
+        changed = merged(tree, {"precision": {"max_reference_bias": bound}})
+        found = make_trainer(make_config(changed)).check().reference_bias
+        assert found is not None
+        return found
+
+    found = bias(1.0)
+    assert 2.5 * found.per_token_error < found.per_token_mean < found.absolute_mean
+    assert bias(found.per_token_mean - 1.9 * found.per_token_error) == found
+    with pytest.raises(RunFailed, match="biases every KL"):
+        bias(found.per_token_mean - 2.1 * found.per_token_error)
 
 
 def test_a_resumed_run_says_what_was_measured_when_it_began(tmp_path: Path) -> None:

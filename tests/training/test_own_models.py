@@ -18,6 +18,7 @@ from fourfold.models.quantized import PROBE
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.residency import HOST, HostResidency, RoleResidency, place
 from fourfold.models.roles import checksum
+from fourfold.training import preflight
 from fourfold.training.ppo import describe_roles
 from fourfold.training.trainer import Trainer
 from tiny import tiny_classifier, tiny_directory
@@ -112,6 +113,25 @@ def test_a_run_scored_by_onnx_runtime(tmp_path: Path) -> None:
     assert rows[0]["score_mean"] == pytest.approx(exact[0]["score_mean"], rel=1e-4)
     assert rows[0]["score_std"] == pytest.approx(exact[0]["score_std"], rel=1e-3)
     assert rows[0]["reward_forward_tokens"] == exact[0]["reward_forward_tokens"]
+    assert "reward_pass_seconds" not in exact[0]
+    for row in rows:
+        assert 0 < row["reward_pass_seconds"] == row["offloaded_pass_seconds"] <= row["score_seconds"]
+        assert row["reward_moved_bytes"] == 0
+        assert row["offloaded_per_generate_ratio"] == row["offloaded_pass_seconds"] / row["generate_seconds"]
+    seconds = sum(row["reward_pass_seconds"] for row in rows)
+    said = trainer.accountant.hiding.condition(generate_seconds=1e9)
+    assert said.startswith(f"offload: scoring by reward (cpu, onnxruntime) took {seconds:.1f} s, sampling 1000000000.0")
+    assert "it could be hidden behind the next batch's sampling" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_reward_model_on_the_cpu_below_a_gpu_says_whether_sampling_could_hide_it(tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(merged(scored_by(tmp_path, device="cpu"), {"system": {"device": "cuda"}})))
+    row = trainer.step()
+    assert 0 < row["reward_pass_seconds"] <= row["score_seconds"]
+    said = trainer.accountant.hiding.condition(generate_seconds=1e9)
+    assert said.startswith("offload: scoring by reward (cpu, computes there) took ")
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -172,11 +192,17 @@ def test_a_reference_of_its_own_is_held_as_any_other(tmp_path: Path, held: str) 
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_what_a_reference_of_its_own_loses_is_measured_and_bounded(tmp_path: Path, sharing: str) -> None:
+def test_what_a_reference_of_its_own_loses_is_measured_and_bounded(
+    tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On given sentences, against the library with the numbers that its codes stand for."""
     other = tiny_directory(tmp_path / "other", layers=3, hidden=48, seed=5)
     tree = referring_to(tmp_path, other, **merged(SHARINGS[sharing], {"precision": {"reference": "nf4"}}))
-    with pytest.raises(RunFailed, match=r"the reference in nf4 biases every KL by .* \(allowed by precision.max_ref"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RunFailed, match=r"the reference in nf4 biases every KL by .* 4 given"),
+    ):
+        patch.setattr(preflight, "ERRORS_ALLOWED", 0.0)
         make_trainer(make_config(merged(tree, {"precision": {"max_reference_bias": 1e-6}}))).check()
     trainer = make_trainer(make_config(merged(tree, {"precision": {"max_reference_bias": 5.0}})))
     report, reference = trainer.check(), trainer.models.reference
@@ -197,7 +223,7 @@ def test_what_a_reference_of_its_own_loses_is_measured_and_bounded(tmp_path: Pat
     assert bias.per_token_mean == pytest.approx(float(expected.mean()), rel=1e-3)
     assert bias.per_sequence_mean == pytest.approx(float(expected.sum()) / len(PROBE), rel=1e-3)
     warning = report.warning()
-    assert warning is not None and "tokens of given sentences: it is held in nf4" in warning
+    assert warning is not None and "tokens of 4 given sentences: it is held in nf4" in warning
 
 
 @pytest.mark.parametrize("residency", ["park", "stream"])

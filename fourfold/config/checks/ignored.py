@@ -43,6 +43,8 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         _of_the_trunk(config.trunk, because)
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
+    if "ppo" not in config.stages:
+        because("stages has no ppo, and a plan is one of ppo", "memory", "levers")
     if "service" not in (config.reference.residency, config.reward.residency):
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)
@@ -67,7 +69,7 @@ def _of_precision(config: RunConfig, because: Because) -> None:
         because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
     if given.compute != "float16":
         because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
-    if not given.reference_differs:
+    if not config.reference_differs:
         because(
             f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
         )

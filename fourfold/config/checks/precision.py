@@ -71,3 +71,8 @@ def precision_warnings(config: RunConfig) -> Iterator[str]:
             f"precision.reference = {given.reference!r}, and the actor computes in {given.compute}: every KL between "
             "them is biased; pre-flight measures by how much"
         )
+    elif "ppo" in config.stages and config.reference_differs:
+        yield (
+            f"reference.residency = {config.reference.residency!r}: where the kernels there round otherwise than the "
+            "actor's, every KL between them is biased; pre-flight measures by how much"
+        )

@@ -130,8 +130,9 @@ class PrecisionSection(Section):
     max_reference_bias: PositiveFloat = Field(
         default=0.05,
         description="Largest size, in nats a token, of the mean difference between log-probs in the actor's numerics "
-        "and those of the reference as it is held: what every KL is biased by. Pre-flight measures it, and beyond it "
-        "the run is refused.",
+        "and those of the reference as it is held, or where reference.residency has it computed: what every KL is "
+        "biased by. Pre-flight measures it on a rollout, with its standard error over responses, and refuses a mean "
+        "that is larger by more than two of these.",
     )
 
     @property
@@ -177,8 +178,16 @@ class MemorySection(Section):
     )
     budget_gib: NonNegativeFloat = Field(
         default=0.0,
-        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU; 0 is no "
-        "limit. A pass that needs more is done again with half the rows.",
+        description="Memory that the run may take: of the GPU, or resident memory of the process on the CPU, where it "
+        "is looked at between layers, chunks of logits and steps of parked states, not within them; 0 is no limit. A "
+        "pass that needs more is done again with half the rows.",
+    )
+    levers: Literal["given", "exact", "bounded"] = Field(
+        default="given",
+        description="Which levers ppo takes so that it fits into budget_gib (0: into the device): 'given', those of "
+        "these settings. Or the planner adds some when the run starts, so that it is the fastest that fits: 'exact', "
+        "after which updates stay the same but for the order of sums; 'bounded', those too that round. Keys that are "
+        "given stay. A run goes on with what was chosen for it.",
     )
     count_tensors: bool = Field(
         default=False,
@@ -190,8 +199,8 @@ RESIDENCY = (
     "'keep' in memory; 'park': in memory in the score phase only; 'stream': there also layer by layer, two at a time. "
     "Elsewhere they lie in host memory (on the CPU: on disk, in the run's folder). Scores stay the same bit for bit. "
     "'cpu', for a run on CUDA: in host memory, where the CPU computes with them; scores stay the same but for "
-    "rounding. 'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk equal "
-    "but for rounding)."
+    "rounding. 'service': not in this process at all; the `fourfold serve` of [service] is asked (over a trunk, and on "
+    "another kind of machine, equal but for rounding)."
 )
 
 
@@ -204,6 +213,11 @@ class ReferenceSection(Section):
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """Whether other kernels than the actor's may compute it."""
+        return self.residency in ("cpu", "service")
 
 
 class SystemSection(Section):

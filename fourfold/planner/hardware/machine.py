@@ -33,6 +33,11 @@ class Device:
     pcie: float = 0.0  # bytes/s, one direction, to host memory; 0 on a CPU, whose memory that is
     source: str = ""  # where the figures are from
 
+    @property
+    def measured(self) -> bool:
+        """Whether the rates are what large products and copies reached here, and not what its maker says."""
+        return self.source.startswith("measured")
+
     def multiplies(self, dtype: str) -> bool:
         """Whether it has instructions for products of this type."""
         return dtype in self.flops
