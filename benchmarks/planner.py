@@ -1,6 +1,6 @@
 """What `fourfold.planner.footprint` predicts beside what runs take: peak bytes of phases and roles, config by config.
 
-`python -m benchmarks.planner` runs each case for two PPO steps in a process of its own, on models of random weights;
+`python -m benchmarks.planner` runs each case for a PPO step in a process of its own, on models of random weights;
 --case TEXT runs those with that text in their names, --dry prints the result. Tensors are counted one by one
 (memory.count_tensors), which is exactly what the formulas are about; resident memory, which also holds what the
 allocator keeps, is compared more loosely.
@@ -65,7 +65,7 @@ CASES = (
     Case("llama", (SEPARATE,)),
     Case("llama", (SEPARATE,), ragged=True),
     Case("llama", (SEPARATE, HALF)),
-    Case("llama", (SEPARATE,), (64, 64, 64, 8)),
+    Case("llama", (SEPARATE,), (32, 64, 64, 8)),
     Case("llama", (TRUNK,), (64, 64, 64, 32)),
     Case("llama", (TRUNK, HALF), (32, 32, 32, 32)),
     Case("llama", (TRUNK, "trunk.train=true")),
@@ -115,7 +115,7 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
         "critic": {"learning_rate": 1e-7},
         "sampling": {"max_new_tokens": response},
         "ppo": {
-            "steps": 2,
+            "steps": 1,
             "rollout_batch_size": rows,
             "mini_batch_size": rows,
             "micro_batch_size": micro,

@@ -31,7 +31,7 @@ def main() -> int:
     return 0
 
 
-def measured(config: RunConfig, steps: int = 2) -> dict[str, Any]:
+def measured(config: RunConfig, steps: int = 1) -> dict[str, Any]:
     """Bytes of the moments of `steps` PPO steps and of a checkpoint."""
     config, folder = prepare(config), Path(config.output)
     device = device_of(config)

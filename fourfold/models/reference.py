@@ -8,7 +8,7 @@ KL, which is not 0 at step 0 any more. What it excludes: models with another voc
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float32
@@ -33,6 +33,9 @@ from fourfold.models.roles import Activations, Policy, freeze
 from fourfold.models.split import Part, cut, layout_of, verify_whole
 from fourfold.planner.quantization import QUANTIZED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class OwnPolicy(Policy):
     """A policy over a whole model: it reads the rollout's ids, whatever the activations of the other roles are."""
@@ -51,18 +54,13 @@ class OwnPolicy(Policy):
 
 def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
     """`reference.model`, frozen, held as `precision.reference` says; ValueError where KL to it is not defined."""
-    path, device = config.reference.model, base.budget.device
+    device = base.budget.device
     dtype = base.policy.branch.compute_dtype
     # Rounded as the base is, then frozen as its copies; what is to be rounded otherwise must not be rounded twice.
     as_the_base = config.sharing.mode != "none" and not config.precision.reference_differs
-    held = dtype if as_the_base else torch.float32
-    model, tokenizer = load_causal_lm(path, Path(config.model.cache), held, key="reference.model")
-    _require_same_vocabulary(config, base.tokenizer, tokenizer)
-    _require_rows(config, embedding_rows(model), len(base.policy.head.weight))
+    model = comparable_model(config, base, dtype if as_the_base else torch.float32)
     use_attention(model, config.memory.attention, device)
     layout = layout_of(model)
-    if layout.learned_positions:
-        require_positions(config, model.config.max_position_embeddings)
     layers = len(getattr(getattr(model, layout.body), layout.layers))
     branch = cut(model, 0, layers, compute_dtype=dtype)
     verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
@@ -87,6 +85,16 @@ def _hold(reference: OwnPolicy, config: RunConfig, base: Base) -> None:
         mask = probe.mask[:, 1:]
         changes = before - opinions(reference, None, probe)
         reference.rounding = changes.new_zeros(mask.shape).masked_scatter(mask, changes), mask
+
+
+def comparable_model(config: RunConfig, base: Base, dtype: torch.dtype) -> PreTrainedModel:
+    """`reference.model` as it is stored, in `dtype`; ValueError where KL to it is not defined."""
+    model, tokenizer = load_causal_lm(config.reference.model, Path(config.model.cache), dtype, key="reference.model")
+    _require_same_vocabulary(config, base.tokenizer, tokenizer)
+    _require_rows(config, embedding_rows(model), len(base.policy.head.weight))
+    if layout_of(model).learned_positions:
+        require_positions(config, model.config.max_position_embeddings)
+    return model
 
 
 def _require_rows(config: RunConfig, theirs: int, actors: int) -> None:

@@ -26,7 +26,7 @@ from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
-from fourfold.training.planned import PLAN, Chosen, choose_levers, compare
+from fourfold.training.planned import PLAN, Chosen, choose_levers, note_memory, predict
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
@@ -153,6 +153,8 @@ def _carry_out(
     Timeline(folder.root).spans("", 0, meter.take_spans())
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
+        predicted = predict(config, inputs.prompts)
+        say(predicted.said)
     if "sft" in todo:
         _stage(
             config,
@@ -167,8 +169,7 @@ def _carry_out(
         stores = Stores(sft_model(config, folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
-        if why_not := compare(config, inputs.prompts, folder):
-            say(why_not)
+        note_memory(predicted, folder)
 
 
 def planned_ppo(config: RunConfig, prompts: int) -> str:

@@ -11,11 +11,13 @@ from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for
 from fourfold.models.identity import weights_in_folder, weights_of_role
+from fourfold.models.llama_roles import EnginePolicy, form_of, torch_reference, verify_engine
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.client import Service
 from fourfold.scoring.service.hosted import Identity
+from fourfold.scoring.service.llama_server import LlamaServer, ordinary_ids
 from fourfold.scoring.service.roles import RemotePolicy, RemoteRole, ServiceReward
 from fourfold.training.folder import RunFolder, reward_model
 from fourfold.training.preflight import bounds_of
@@ -33,6 +35,16 @@ def reference_at_service(config: RunConfig, base: Base, form: Policy, actor: Pol
     with torch.no_grad():
         here, there = (role.log_probs(activations, probe, temperature)[0] for role in (actor, reference))
     _require_close("reference", "log-probs", float((here - there).abs().max()), base)
+    return reference
+
+
+def reference_at_llama_server(config: RunConfig, base: Base, actor: Policy) -> EnginePolicy:
+    """The reference at llama.cpp's own server, which has to hold what `actor` is now, or `reference.model`."""
+    server = LlamaServer(config.service, ordinary_ids(base.tokenizer) - base.eos_ids)
+    model = torch_reference(config, base, actor)
+    verify_engine(server, model, base.tokenizer, server.url)
+    reference = EnginePolicy(form_of(model), server, "its file's types")
+    reference.residency = server
     return reference
 
 

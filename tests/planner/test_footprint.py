@@ -100,6 +100,15 @@ def test_what_is_parked_lies_below_the_device(device: Device, tier: str) -> None
     assert of(parked, "actor", "optimizer", SAMPLING, tier) == 8 * POLICY
 
 
+def test_a_role_on_the_host_computes_there_with_a_copy_of_what_is_shared() -> None:
+    trunk = ('sharing.mode="trunk"', "trunk.branch_layers=1")
+    bill = footprint(scene(*trunk, 'reward.residency="cpu"', device=GPU))
+    assert not [item for item in bill.items if item.holder == "reward" and item.tier == "device"]
+    own = LAYER + 16 + 17
+    assert of(bill, "reward", "weights", CRITIC, "host") == 4 * (own + 3 * LAYER + 2 * TABLE)
+    assert of(bill, "reward", "activations", Moment("score", "reward"), "host") > 0
+
+
 def test_a_role_at_a_service_is_nowhere() -> None:
     bill = footprint(scene('reward.residency="service"', 'service.url="http://127.0.0.1:1"'))
     assert not [item for item in bill.items if item.holder == "reward"]

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.planner.architectures import find_architecture
 from fourfold.planner.bill import TIERS, Footprint, Item, Moment
 from fourfold.planner.footprint import footprint, passes
-from fourfold.planner.levers import LEVERS, Lever, lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS, lever
+from fourfold.planner.scene import Scene
+from planner.scenes import A100
 from planner.small_scenes import architecture, scene
 
 SHARING = (('sharing.mode="none"',), ('sharing.mode="trunk"',), ('sharing.mode="adapters"',))
@@ -59,7 +63,18 @@ def test_many_layers_follow_from_few(
     given = [*sharing, f'precision.compute="{"bfloat16" if half else "float32"}"']
     given += [f'memory.checkpointing="{kind}"', f"memory.checkpoint_every={every}"] if kind != "none" else []
     given += ["memory.activation_offload=true"] if offload else []
-    what = scene(*given, model=architecture(layers=layers), rows=3)
+    follows_from_few(scene(*given, model=architecture(layers=layers), rows=3))
+
+
+def test_a_fullest_moment_that_moves_with_depth_bends_the_line() -> None:
+    """Few rows of a model with a large vocabulary, and nothing kept of its layers."""
+    model = find_architecture("smollm2-135m").architecture
+    given = [*TRAINED, 'precision.compute="bfloat16"', "trunk.branch_layers=4", "ppo.micro_batch_size=1"]
+    given += ['memory.checkpointing="layers"', "memory.activation_offload=true"]
+    follows_from_few(scene(*given, model=model, rows=32, prompt=256, response=256, device=A100))
+
+
+def follows_from_few(what: Scene) -> None:
     by_line = footprint(what)
     with pytest.MonkeyPatch.context() as patch:
         forget()
@@ -112,6 +127,7 @@ SAVES: dict[str, Saved] = {
     "checkpointing": peak("learn"),
     "checkpointing attention": peak("learn"),
     "activation offload": peak("learn"),
+    "sampling batches": always(lambda item: item.kind == "KV cache"),
     "micro-batches": always(lambda item: item.kind in ("activations", "logits")),
     "park reference": but_in_score("reference"),
     "park reward": but_in_score("reward"),
@@ -131,6 +147,7 @@ SAVES: dict[str, Saved] = {
     "nf4 base": FROZEN,
     "int8 reference": of_role("reference"),
     "int8 reward": of_role("reward"),
+    "llama.cpp reference": of_role("reference"),
 }
 # What saves nothing of what is named above on a float32 run: the reference is held in bfloat16 there already.
 NOTHING_HERE = {"overlap scoring", "int8 reference"}
@@ -143,7 +160,9 @@ def test_every_lever_is_here() -> None:
 @pytest.mark.parametrize("each", LEVERS, ids=lambda each: each.name)
 def test_a_lever_lowers_what_it_says_it_saves(each: Lever) -> None:
     model = architecture(layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512)
-    sizes = ["ppo.rollout_batch_size=8", "ppo.mini_batch_size=8", "ppo.micro_batch_size=8"]
+    # Where all rows go through one pass for their log-probs, that one outweighs the caches of sampling.
+    micro = 1 if each.name == "sampling batches" else 8
+    sizes = ["ppo.rollout_batch_size=8", "ppo.mini_batch_size=8", f"ppo.micro_batch_size={micro}"]
     url = ['service.url="http://127.0.0.1:1"'] if "service" in each.name else []
     base = [*sizes, *overrides({"sharing.mode": "none", **each.baseline}.items())]
     without = footprint(scene(*base, model=model, prompt=16, response=32))

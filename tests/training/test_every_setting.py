@@ -79,6 +79,7 @@ SHOWN = {
     "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",
     "reward.on_failure": "training/test_pipeline.py::test_failed_scores_stop_the_run_or_are_dropped",
     "reward.device": "models/test_external.py::test_where_and_how_wide_auto_is",
+    "reference.engine": "scoring/service/test_llama_server.py::test_a_run_whose_reference_is_a_llama_server",
     "reward.engine": "training/test_own_models.py::test_a_run_scored_by_onnx_runtime",
     "reward.model": "models/test_external.py::test_a_batch_is_scored_as_each_text_by_hand",
     "reward.init": "training/test_pipeline.py::test_a_reward_model_that_is_to_start_from_an_sft_needs_one",

@@ -69,10 +69,19 @@ def _of_precision(config: RunConfig, because: Because) -> None:
         because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
     if given.compute != "float16":
         because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
+    _of_the_reference(config, because)
+
+
+def _of_the_reference(config: RunConfig, because: Because) -> None:
+    given = config.reference
+    if given.engine != "torch":
+        reason = f"reference.engine = {given.engine!r} runs on the CPU and holds its weights itself"
+        because(reason, "precision", "reference")
+        if given.residency == "service":
+            because("a llama-server is asked about one row at a time", "service", "max_rows")
     if not config.reference_differs:
-        because(
-            f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
-        )
+        reason = f"precision.reference = {config.precision.reference!r} computes as the actor does"
+        because(reason, "precision", "max_reference_bias")
 
 
 def _of_the_reward(reward: RewardSection, because: Because) -> None:

@@ -65,13 +65,19 @@ def _beside_float16(config: RunConfig) -> Iterator[str]:
 
 def precision_warnings(config: RunConfig) -> Iterator[str]:
     """What is allowed and has a price that the user should know of before anything is loaded."""
-    given = config.precision
-    if "ppo" in config.stages and given.reference_differs:
+    if "ppo" not in config.stages or not config.reference_differs:
+        return
+    given = ""
+    if config.precision.reference_differs:
+        given = f"precision.reference = {config.precision.reference!r}"
+    elif config.reference.engine != "torch":
+        given = f"reference.engine = {config.reference.engine!r}"
+    if given:
         yield (
-            f"precision.reference = {given.reference!r}, and the actor computes in {given.compute}: every KL between "
-            "them is biased; pre-flight measures by how much"
+            f"{given}, and the actor computes in {config.precision.compute}: every KL between them is biased; "
+            "pre-flight measures by how much"
         )
-    elif "ppo" in config.stages and config.reference_differs:
+    else:
         yield (
             f"reference.residency = {config.reference.residency!r}: where the kernels there round otherwise than the "
             "actor's, every KL between them is biased; pre-flight measures by how much"

@@ -137,7 +137,7 @@ class PrecisionSection(Section):
 
     @property
     def reference_differs(self) -> bool:
-        """Whether the reference computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        """Whether torch computes the reference otherwise than the actor (of settings whose `compute` is resolved)."""
         return self.reference not in ("auto", self.compute)
 
     @property
@@ -210,6 +210,12 @@ class ReferenceSection(Section):
         description="A whole model of its own for the reference, named as in model.path, with the same vocabulary; "
         "'': the actor as it is at step 0.",
     )
+    engine: Literal["torch", "llama_cpp", "llama_cpp_q8_0"] = Field(
+        default="torch",
+        description="What runs the reference: torch, or llama.cpp on the CPU (extra llama-cpp). 'llama_cpp' takes a "
+        ".gguf file of reference.model as it is; anything else, the actor at step 0 too, is written as GGUF with its "
+        "matrices in float16, or in Q8_0. At every start its log-probs are compared with torch's.",
+    )
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
@@ -217,7 +223,7 @@ class ReferenceSection(Section):
     @property
     def computes_elsewhere(self) -> bool:
         """Whether other kernels than the actor's may compute it."""
-        return self.residency in ("cpu", "service")
+        return self.engine != "torch" or self.residency in ("cpu", "service")
 
 
 class SystemSection(Section):
@@ -227,7 +233,9 @@ class SystemSection(Section):
 
 class ServiceSection(Section):
     url: str = Field(
-        default="", description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'."
+        default="",
+        description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'; with "
+        "reference.engine = 'llama_cpp' that of a llama-server.",
     )
     token_env: str = Field(
         default="", description="Name of the environment variable that holds the service's token; empty: no token."

@@ -24,6 +24,7 @@ def footprint(scene: Scene) -> Footprint:
         *held.experience(scene, cast, work.texts_of(scene)),
         *work.passes_of(scene, cast),
         *process.loading(scene, cast),
+        *process.saving(scene, cast),
         *process.framework(scene),
     ]
     return sharded(Footprint(tuple(_only(items, moments_of(scene, cast)))), scene)

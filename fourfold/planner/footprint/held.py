@@ -10,6 +10,7 @@ from fourfold.planner.footprint.form import Form
 from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.footprint.passes import Texts
 from fourfold.planner.footprint.roles import Cast, Role, lora_numbers, part_bytes
+from fourfold.planner.quantization import GGUF_BYTES
 from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
@@ -37,7 +38,7 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield from _trained_weights(scene, role)
     for role in (cast.reference, cast.reward):
         if role is not None:
-            yield from _frozen_weights(scene, role)
+            yield from _frozen_weights(scene, cast, role)
 
 
 def of_the_base(scene: Scene, role: Role) -> bool:
@@ -62,9 +63,23 @@ def _trained_weights(scene: Scene, role: Role) -> Iterator[Item]:
     yield Item(role.name, "masters" if masters else "weights", size, ALWAYS, why=why)
 
 
-def _frozen_weights(scene: Scene, role: Role) -> Iterator[Item]:
+def _shared_bytes(cast: Cast) -> int:
+    """Of trunk or base, and of the language head above them."""
+    head = cast.shared_head.numbers * cast.shared_head.width if cast.shared_head is not None else 0
+    base = part_bytes(cast.actor.form) if cast.actor.form.lora is not None else 0
+    return head + base + (part_bytes(cast.trunk) if cast.trunk is not None else 0)
+
+
+def _frozen_weights(scene: Scene, cast: Cast, role: Role) -> Iterator[Item]:
     """Where the residency puts them: kept, parked but in its moment, streamed there, on the host, or elsewhere."""
     residency = getattr(scene.config, role.name).residency
+    if role.name == "reference" and (engine := scene.config.reference.engine) != "torch":
+        numbers = scene.models.get("reference", scene.base).parameters()
+        why = f"GGUF: {numbers:,} parameters x {GGUF_BYTES[engine]:g} bytes"
+        if residency != "service":
+            size = round(numbers * GGUF_BYTES[engine])
+            yield Item(role.name, "weights", size, ALWAYS, "device" if scene.on_cpu else "host", why=why)
+        return
     size, why = role.own_bytes(), _of_part(role.form)
     own_moment = frozenset({Moment("score", role.name)})
     below: Tier = "disk" if scene.on_cpu else "host"
@@ -80,7 +95,10 @@ def _frozen_weights(scene: Scene, role: Role) -> Iterator[Item]:
         yield Item(role.name, "weights", rest + 2 * layer, own_moment, why=said)
         yield Item(role.name, "weights", size, ALWAYS, below, why=f"streamed from here: {why}")
     elif residency == "cpu":
-        yield Item(role.name, "weights", size, ALWAYS, "host", why=f"computes there: {why}")
+        size += _shared_bytes(cast)
+        yield Item(
+            role.name, "weights", size, ALWAYS, "host", why=f"computes there, with a copy of what is shared: {why}"
+        )
 
 
 def _layer_bytes(form: Form) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from fourfold.planner.bill import MOMENTS, Item, Moment
 from fourfold.planner.footprint.held import weights
-from fourfold.planner.footprint.roles import Cast, part_bytes
+from fourfold.planner.footprint.linears import linears_of
+from fourfold.planner.footprint.roles import Cast, Role, part_bytes
 from fourfold.planner.quantization import QUANTIZED
 from fourfold.planner.scene import WIDTHS, Scene
 
@@ -35,6 +36,21 @@ def loading(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield Item("run", "buffers", most - held, frozenset({LOAD}), why=why)
 
 
+def saving(scene: Scene, cast: Cast) -> Iterator[Item]:
+    """Weights that lie below the device are read for their checksum, one tensor at a time."""
+    largest = max((_largest_tensor(scene, role) for role in (cast.reference, cast.reward) if role), default=0)
+    why = "the largest parked tensor, read for the checksum"
+    yield Item("run", "buffers", largest, frozenset({Moment("save")}), why=why)
+
+
+def _largest_tensor(scene: Scene, role: Role) -> int:
+    form, residency = role.form, getattr(scene.config, role.name).residency
+    if residency not in ("park", "stream") or form.lora is not None:
+        return 0
+    table = form.architecture.vocabulary * form.architecture.hidden * form.table if form.embedding else 0
+    return max(table, *(each.numbers * form.matrices for each in linears_of(form)), 0)
+
+
 def _base(scene: Scene, cast: Cast) -> tuple[int, str]:
     """The whole model and, above a trunk, copies of the upper layers in float32."""
     config, a = scene.config, scene.base
@@ -57,8 +73,12 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
     scorer = 4 * cast.critic.trained_numbers()
     half = WIDTHS[scene.compute] != 4
     reference = cast.reference.own_bytes() if half and config.precision.reference not in QUANTIZED else own
-    if config.reference.residency == "service":
+    if config.reference.engine != "torch":
+        # What the file is made of, and compared with.
+        reference = 4 * scene.models.get("reference", scene.base).parameters()
+    elif config.reference.residency == "service":
         reference = 0
     reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
-    widened = 6 * cast.actor.largest() if not half and reward else 0
-    return shared + own + reference + scorer + reward + widened, "actor, critic, reference and reward in float32"
+    # Rounding a matrix: the narrow one and what is compared, 2 + 2 + 3 bytes a number, or 2 and 4 of it widened again.
+    rounded = (7 if half else 6) * cast.actor.largest() if reference or reward else 0
+    return shared + own + reference + scorer + reward + rounded, "actor, critic, reference and reward in float32"

@@ -21,6 +21,8 @@ def project(t: Tape, x: Value, layer: Layer, name: str, outputs: int, batch: Bat
         return out
     wide = ops.cast(t, x, lora.width)
     beside = ops.elementwise(t, _adapted(t, wide, layer, lora, name, inputs, outputs))
+    if lora.dora:
+        out, beside = _turned(t, out, beside, layer, name, inputs, outputs)
     return ops.cast(t, ops.add(t, out, beside), out.width)
 
 
@@ -28,6 +30,16 @@ def _adapted(t: Tape, x: Value, layer: Layer, lora: Lora, name: str, inputs: int
     """B A x."""
     down = ops.linear(t, x, layer.adapter(f"{name}.A", inputs * lora.rank), lora.rank)
     return ops.linear(t, down, layer.adapter(f"{name}.B", outputs * lora.rank), outputs)
+
+
+def _turned(
+    t: Tape, out: Value, beside: Value, layer: Layer, name: str, inputs: int, outputs: int
+) -> tuple[Value, Value]:
+    """DoRA's lengths on both products; for them the adapted matrix is made (by peft, from a unit one) and dropped."""
+    matrices = t.storage(4 * (inputs**2 + 3 * inputs * outputs), "buffers")
+    del matrices
+    lengths = layer.adapter(f"{name}.m", outputs)
+    return ops.cast(t, ops.scale(t, lengths, out), out.width), ops.scale(t, lengths, beside)
 
 
 def _quantized(t: Tape, x: Value, weight: Weight, outputs: int) -> Value:

@@ -54,7 +54,13 @@ def below_of(cast: Cast, role: Role, *, learns: bool = False) -> Below:
 
 
 def _fullest(
-    scene: Scene, holder: str, moment: Moment, what: str, stages: Stages, more: Mapping[Kind, int] | None = None
+    scene: Scene,
+    holder: str,
+    moment: Moment,
+    what: str,
+    stages: Stages,
+    more: Mapping[Kind, int] | None = None,
+    tier: Tier = "device",
 ) -> Iterator[Item]:
     """Items of the stage in which most is alive, with `more` that is alive in all of them."""
     device = {stage: kinds for stage, kinds in stages.items() if stage != BELOW}
@@ -65,11 +71,11 @@ def _fullest(
         slope = f"; {line.a_layer:,} bytes for each layer" if line.a_layer else ""
         said = f"; {beside:,} of them of earlier passes" if beside else ""
         if line.bytes + beside:
-            yield Item(holder, kind, line.bytes + beside, frozenset({moment}), why=f"{what}, {where}{slope}{said}")
-    if BELOW in stages:
-        tier: Tier = "disk" if scene.on_cpu else "host"
-        for kind, line in stages[BELOW].items():
-            yield Item(holder, kind, line.bytes, frozenset({moment}), tier, why=f"{what}: what waits for backward")
+            why = f"{what}, {where}{slope}{said}"
+            yield Item(holder, kind, line.bytes + beside, frozenset({moment}), tier, why)
+    for kind, line in stages.get(BELOW, {}).items():
+        below: Tier = "disk" if scene.on_cpu else "host"
+        yield Item(holder, kind, line.bytes, frozenset({moment}), below, f"{what}: what waits for the backward pass")
 
 
 def _working(scene: Scene, role: Role) -> Role:
@@ -111,17 +117,19 @@ def on_device(scene: Scene, role: Role) -> bool:
     """Whether a role computes on the device, in this process."""
     if role.name in ("actor", "critic"):
         return True
-    return getattr(scene.config, role.name).residency not in ("cpu", "service")
+    by_torch = role.name != "reference" or scene.config.reference.engine == "torch"
+    return by_torch and getattr(scene.config, role.name).residency not in ("cpu", "service")
 
 
 def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
     micro = _micro(scene)
     ahead = scene.config.sampling.overlap_scoring
     for role in (cast.critic, *(() if ahead else _scorers(cast))):
-        if on_device(scene, role):
+        if role is cast.critic or getattr(scene.config, role.name).residency != "service":
             below = below_of(cast, role) if of_the_base(scene, role) else Below()
-            stages = scored(role, micro, below)
-            yield from _fullest(scene, role.name, Moment("score", role.name), f"{micro.rows} rows", stages)
+            tier: Tier = "device" if on_device(scene, role) else "host"
+            what, moment = f"{micro.rows} rows", Moment("score", role.name)
+            yield from _fullest(scene, role.name, moment, what, scored(role, micro, below), tier=tier)
     if scene.config.ppo.kl_estimator == "full" and on_device(scene, cast.reference):
         own = below_of(cast, cast.reference) if of_the_base(scene, cast.reference) else Below()
         stages = compared(cast.actor, cast.reference, micro, (below_of(cast, cast.actor), own))
