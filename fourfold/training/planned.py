@@ -164,12 +164,13 @@ def _this_device(config: RunConfig) -> Cluster:
 
 
 def _measured(folder: RunFolder) -> dict[str, int]:
-    """The most bytes by phase, and by phase and role, over all steps and processes of the run."""
+    """The most bytes by phase, and by phase and role, over all of ppo's steps and loads and processes of the run."""
     peaks: dict[str, int] = {}
     for row in read_jsonl(folder.root / TIMELINE):
-        if row["kind"] == "span" and row["stage"] == "ppo":
+        # Of roles that score beside sampling there are no bytes.
+        if row["kind"] != "span" or row["stage"] not in ("", "ppo") or (peak := row["peak_bytes"]) is None:
+            continue
+        if row["phase"] in PHASES:
             name = f"{row['phase']}/{row['role']}" if row["role"] else row["phase"]
-            peaks[name] = max(peaks.get(name, 0), row["peak_bytes"])
-    if (loaded := folder.spent().get("load")) is not None:
-        peaks["load"] = max(peaks.get("load", 0), loaded.peak_bytes)
+            peaks[name] = max(peaks.get(name, 0), peak)
     return peaks

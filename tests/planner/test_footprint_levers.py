@@ -127,7 +127,6 @@ SAVES: dict[str, Saved] = {
     "checkpointing": peak("learn"),
     "checkpointing attention": peak("learn"),
     "activation offload": peak("learn"),
-    "sampling batches": always(lambda item: item.kind == "KV cache"),
     "micro-batches": always(lambda item: item.kind in ("activations", "logits")),
     "park reference": but_in_score("reference"),
     "park reward": but_in_score("reward"),
@@ -139,6 +138,7 @@ SAVES: dict[str, Saved] = {
     "offload optimizer": peak("generate", "score", "learn"),
     "optimizer in backward": always(lambda item: item.kind == "gradients"),
     "overlap scoring": peak("score"),
+    "sampling batches": peak("generate"),
     "adamw_8bit": always(lambda item: item.kind == "optimizer"),
     "bfloat16": FROZEN,
     "float16": FROZEN,
@@ -151,6 +151,8 @@ SAVES: dict[str, Saved] = {
 }
 # What saves nothing of what is named above on a float32 run: the reference is held in bfloat16 there already.
 NOTHING_HERE = {"overlap scoring", "int8 reference"}
+# What has to be on for a lever to be felt: the log-probs of a whole micro-batch would be the fullest of generate.
+BESIDE = {"sampling batches": ["ppo.micro_batch_size=1"]}
 
 
 def test_every_lever_is_here() -> None:
@@ -159,12 +161,10 @@ def test_every_lever_is_here() -> None:
 
 @pytest.mark.parametrize("each", LEVERS, ids=lambda each: each.name)
 def test_a_lever_lowers_what_it_says_it_saves(each: Lever) -> None:
-    model = architecture(layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512)
-    # Where all rows go through one pass for their log-probs, that one outweighs the caches of sampling.
-    micro = 1 if each.name == "sampling batches" else 8
-    sizes = ["ppo.rollout_batch_size=8", "ppo.mini_batch_size=8", f"ppo.micro_batch_size={micro}"]
+    model = architecture(layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=64)
+    sizes = ["ppo.rollout_batch_size=8", "ppo.mini_batch_size=8", "ppo.micro_batch_size=8"]
     url = ['service.url="http://127.0.0.1:1"'] if "service" in each.name else []
-    base = [*sizes, *overrides({"sharing.mode": "none", **each.baseline}.items())]
+    base = [*sizes, *BESIDE.get(each.name, []), *overrides({"sharing.mode": "none", **each.baseline}.items())]
     without = footprint(scene(*base, model=model, prompt=16, response=32))
     having = footprint(scene(*base, *overrides(each.settings.items()), *url, model=model, prompt=16, response=32))
     saved = SAVES[each.name]

@@ -76,7 +76,7 @@ def test_the_reference_is_the_actor_after_sft_and_a_stopped_run_ends_the_same(
     interrupt_at(0, "")
     run(merged(tree, {"output": str(tmp_path / "whole")}))
     stopped = merged(tree, {"output": str(tmp_path / "stopped")})
-    interrupt_at(7, "SIGTERM")  # in the first step: 1 call in pre-flight, 4 before
+    interrupt_at(11, "SIGTERM")  # in the first step: 5 calls in pre-flight, 4 before
     with pytest.raises(Interrupted):
         run(stopped)
     run(stopped)

@@ -56,8 +56,7 @@ def _base(scene: Scene, cast: Cast) -> tuple[int, str]:
     config, a = scene.config, scene.base
     width = 4 if config.sharing.mode == "none" else WIDTHS[scene.compute]
     whole = a.parameters() * width
-    own = part_bytes(cast.actor.form) if cast.trunk is not None and config.sharing.mode == "trunk" else 0
-    own += part_bytes(cast.actor.form) if cast.trunk is not None and config.sharing.mode == "adapters" else 0
+    own = part_bytes(cast.actor.form) if cast.trunk is not None else 0
     return whole + own, f"the base model: {a.parameters():,} parameters x {width} bytes, and copies of the upper layers"
 
 

@@ -157,7 +157,7 @@ def _learn(scene: Scene, cast: Cast) -> Iterator[Item]:
         learns = role.name == "actor"
         stages = learned(role, micro, below_of(cast, role, learns=learns), lesson)
         whole = size[role.name] + (size.get("trunk", 0) if learns else 0)
-        stages = {**stages, **_steps(scene, cast, role, whole if keep else 0)}
+        stages = {**stages, **_steps(scene, role, whole if keep else 0)}
         more = {"gradients": (whole if several else 0) + (waits if learns else 0)}
         more |= _gradients_below(scene, role)
         yield from _fullest(scene, role.name, Moment("learn", role.name), what, _unless_steps(stages, several), more)
@@ -173,7 +173,7 @@ def _unless_steps(stages: Stages, several: bool) -> Stages:
     }
 
 
-def _steps(scene: Scene, cast: Cast, role: Role, gradients: int) -> Stages:
+def _steps(scene: Scene, role: Role, gradients: int) -> Stages:
     """The optimizer's step: all gradients, and what of parked states comes in for it, a parameter at a time."""
     memory = scene.config.memory
     largest = role.largest()
