@@ -112,13 +112,14 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
+    critic.branch.compute_dtype = dtype_of(config.precision.critic, critic.branch.compute_dtype)
     trunk = None
     if base.trunk is not None and config.trunk.train:
         with room.role(TRAINED_TRUNK, room.planned.weights[TRAINED_TRUNK]):
             trunk = trainable_copy(base.trunk, config.memory)
         hold_frozen_layers_narrowly(base.trunk)
         _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
-    if "reference" not in away and config.reference.engine == "torch":
+    if "reference" not in away and config.reference.engine == "torch" and not config.reference.model:
         _hold(reference, config.precision.reference, base, "reference")
     if scorer is not None and "reward" not in away:
         _hold(scorer, config.precision.reward, base, "reward")

@@ -42,7 +42,8 @@ LEVERS: tuple[Lever, ...] = (
         settings={"sharing.mode": "trunk", "trunk.train": True},
         baseline=SEPARATE,
         saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
-        costs="no cached activations; a frozen copy of the lower layers for reference and reward",
+        costs="no cached activations; a frozen copy of the lower layers for reference and reward, which stays when "
+        "they are parked, streamed or at a service",
         change="other parameters",
         excludes=(
             "int8 base",

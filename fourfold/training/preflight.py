@@ -22,6 +22,7 @@ from fourfold.memory.offload import computes_elsewhere, residency_of
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
 from fourfold.models.llama_roles import EnginePolicy
+from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.models.split import Part
 from fourfold.planner.quantization import QUANTIZED
@@ -72,9 +73,13 @@ class ReferenceBias:
     @classmethod
     def measured(cls, scored: ScoredRollout) -> ReferenceBias:
         """Before the first step, when both roles have the same weights."""
-        mask = scored.response_mask
-        gaps = torch.where(mask, scored.log_probs - scored.ref_log_probs, 0.0).double()
-        sums, lengths, count = gaps.sum(dim=1), scored.lengths.double(), len(gaps)
+        return cls.of(scored.log_probs - scored.ref_log_probs, scored.response_mask)
+
+    @classmethod
+    def of(cls, differences: Tensor, mask: Tensor) -> ReferenceBias:
+        """Of log p - log p_held of the tokens [batch, time] where the mask is True."""
+        gaps = torch.where(mask, differences, 0.0).double()
+        sums, lengths, count = gaps.sum(dim=1), mask.sum(dim=1).double(), len(gaps)
         mean, tokens = float(sums.sum() / lengths.sum()), int(lengths.sum())
         return cls(
             per_token_mean=mean,
@@ -150,12 +155,18 @@ class Preflight:
         bias = self.reference_bias
         if bias is None:
             return None
-        when = "measured" if self.fresh else "measured when the run began"
+        when = "measured" if self.fresh or self.own_reference else "measured when the run began"
         return (
             f"KL bias of the reference: {bias}, |difference| {bias.absolute_mean:.2e} on average and "
-            f"{bias.absolute_max:.2e} at most, {when} on {bias.tokens:,} tokens of {bias.sequences:,} responses: it is "
-            f"held {self.held()}, and the actor computes in "
+            f"{bias.absolute_max:.2e} at most, {when} on {self.measured_on(bias)}: it is held {self.held()}, and the "
+            "actor computes in "
             f"{self.actor_dtype.removeprefix('torch.')}"
+        )
+
+    def measured_on(self, bias: ReferenceBias) -> str:
+        """The tokens that a bias is a mean over: an actor with other weights says nothing of a model of its own."""
+        return (
+            f"{bias.tokens:,} tokens of {bias.sequences:,} {'given sentences' if self.own_reference else 'responses'}"
         )
 
     def held(self) -> str:
@@ -175,11 +186,14 @@ def preflight(
     size: BatchSize | None = None,
 ) -> Preflight:
     """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes, and judge them and the
-    reference's `bias` (where `reference_differs`); RunFailed names the one that is too large.
+    reference's `bias` (where `reference_differs`; that of a model of its own was measured when it was loaded);
+    RunFailed names the one that is too large.
 
     `fresh` is False for a resumed run, whose actor has rightly moved away from the reference. The distance to a
     reference with a model of its own is told, not judged.
     """
+    if isinstance(models.reference, OwnPolicy) and models.reference.rounding is not None:
+        bias = ReferenceBias.of(*models.reference.rounding)
 
     def first(rows: int) -> Preflight:
         chosen = torch.arange(rows, device=scored.sequences.device)
@@ -287,8 +301,8 @@ def _require_small(bias: ReferenceBias, found: Preflight, config: RunConfig) -> 
         raise RunFailed(
             f"pre-flight: the reference {found.held()} biases every KL by {bias} (allowed a token by "
             f"precision.max_reference_bias: {precision.max_reference_bias:g}, and {ERRORS_ALLOWED:g} standard errors): "
-            f"the mean difference, on {bias.tokens:,} tokens of {bias.sequences:,} responses, from the same weights in "
-            f"the actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on average and "
+            f"the mean difference, on {found.measured_on(bias)}, from the same weights in the "
+            f"actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on average and "
             f"{bias.absolute_max:.2e} at most; leave out {' and '.join(filter(causes.get, causes))}, or allow more"
         )
 

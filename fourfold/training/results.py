@@ -26,7 +26,7 @@ from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore
-from fourfold.training.folder import RunFolder, saved_config
+from fourfold.training.folder import RunFolder, saved_config, sft_model
 
 
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
@@ -49,8 +49,8 @@ def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) 
 def load_reference(config: RunConfig, base: Base, folder: RunFolder) -> Policy:
     """The policy that the actor started from."""
     reference = base.new_policy()
-    if folder.finished("sft") is not None:
-        load_role(folder.model("sft"), reference, record_for(config, "policy"))
+    if (start := sft_model(config, folder)) is not None:
+        load_role(start, reference, record_for(config, "policy"))
     return reference
 
 

@@ -25,7 +25,7 @@ def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
     folder = RunFolder(Path(config.output).expanduser())
     reward = reward_model(config, folder) if "reward" in roles else None
     base = load_base(config)
-    policy, scorer, weights = frozen_roles(config, base, sft_model(folder), reward, roles)
+    policy, scorer, weights = frozen_roles(config, base, sft_model(config, folder), reward, roles)
     records = {"reference": record_for(config, "policy"), "reward": record_for(config, "scorer")}
     return Hosted(
         base,

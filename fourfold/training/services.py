@@ -49,7 +49,7 @@ def reference_at_llama_server(config: RunConfig, base: Base, actor: Policy) -> E
 
 
 def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Scorer) -> ServiceReward:
-    """The reward model; a critic that starts from it has the same weights, and then its numbers are compared."""
+    """The reward model; a critic that starts from it and computes alike has the same numbers, which are compared."""
     remote = RemoteRole(Service(config.service), "reward", max_rows=config.service.max_rows)
     record, stored = record_for(config, "scorer"), reward_model(config, RunFolder(Path(config.output).expanduser()))
     assert stored is not None, "a function is no model"
@@ -59,7 +59,7 @@ def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Score
     probe, activations = _probe(base)
     with torch.no_grad():
         there, _ = reward(activations, probe)
-        if config.critic.init == "reward":
+        if config.critic.init == "reward" and not config.precision.critic_differs:
             here = critic.scores(activations)
             gap = (here - there).abs() / here.abs().clamp(min=1.0)  # scores have a scale of their own
             _require_close("reward", "scores", float(gap.max()), base)
