@@ -22,7 +22,7 @@ from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
-from fourfold.memory.budget import Budget, tensor_bytes, trim
+from fourfold.memory.budget import Budget, keep_few_kernels, tensor_bytes, trim
 from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
@@ -220,6 +220,7 @@ def end_ids(model: PreTrainedModel, tokenizer: Any, extra: tuple[int, ...]) -> f
 
 def load_base(config: RunConfig) -> Base:
     """Load the model of a run and cut it as `sharing.mode` says; the cut is verified."""
+    keep_few_kernels()
     device = device_of(config)
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)
