@@ -31,7 +31,7 @@ def config_for(model: Path, held: str = "auto", **reward: Any) -> RunConfig:
             "output": "unused",
             "stages": ["ppo"],
             "model": {"path": "owner/actor"},
-            "precision": {"compute": "float32", "reward": held},
+            "precision": {"compute": "float32"} | ({} if held == "auto" else {"reward": held}),
             "system": {"device": "cpu"},
             "data": {"prompts": {"path": "prompts.jsonl"}},
             "reward": {"source": "model", "model": str(model), **reward},
