@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.replay import Replay
+from benchmarks.service import free_address, serving
 from benchmarks.worker import PHASES, WorkerReport, peak_rss_mib, worker_parser
 from fourfold.config.loading import apply_override, parse_config
 from fourfold.config.schema import RunConfig
@@ -25,6 +27,7 @@ from fourfold.models.roles import checksum
 from fourfold.models.storage import save_role
 from fourfold.training.pipeline import prepare
 from fourfold.training.ppo import build_trainer, reward_source
+from fourfold.training.trainer import Trainer
 
 # Numbers that a sample of all weights holds: a ratio of two norms is then off by about 1 %.
 SAMPLE = 50_000
@@ -55,6 +58,8 @@ def settings(args, folder: Path) -> RunConfig:
     }
     for override in args.set:
         apply_override(tree, override)
+    if "service" in (tree[role].get("residency") for role in ("reference", "reward") if role in tree):
+        tree["service"] = {"url": free_address()}
     return parse_config(tree, "the benchmark")
 
 
@@ -71,6 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = worker_parser(__doc__ or "")
     parser.add_argument("--sharing", choices=("trunk", "adapters", "none"), required=True)
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, as `fourfold run --set`")
+    parser.add_argument(
+        "--responses",
+        metavar="NAME",
+        help="file beside the prompts; the first update learns from its responses, which the first worker draws",
+    )
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fourfold-worker-") as name:
         folder = Path(name)
@@ -78,32 +88,52 @@ def main(arguments: list[str] | None = None) -> int:
         config = prepare(settings(args, folder))
         base = load_base(config)
         store_reward_model(config, base, folder / "reward")
-        models = assemble(config, base, None, folder / "reward")
-        section = config.data.prompts
-        assert section is not None, "settings() has given it"
-        prompts, _ = encode_prompts(
-            base.tokenizer, read_prompts(section), max_tokens=args.prompt_tokens, truncation="error"
-        )
-        loading_mib = peak_rss_mib()  # before the meter: it resets the kernel's peak at every phase
-        meter = PhaseMeter(device_of(config))
-        trainer = build_trainer(config, models, reward_source(config, models), prompts, [], folder / "ppo", meter)
-        resident = {row.model: row.resident_bytes / 2**20 for row in role_rows(models)}
-        start = sampled_weights([models.actor, models.critic])
-        rows = [trainer.step()]
-        moved = sampled_weights([models.actor, models.critic]) - start
-        rows += [trainer.step() for _ in range(1, args.updates)]
-        for tracker in trainer.trackers:
-            tracker.close()
-        found = report(args, config, models, rows)
-        weights = checksum([models.actor, models.critic])
-        more = {
-            "peak_rss_mib": max(loading_mib, found.peak_rss_mib),
-            "resident_mib": resident,
-            "weights": weights,
-            "moved": base64.b64encode(moved.numpy().tobytes()).decode(),
-        }
-        print(found.model_copy(update=more).model_dump_json())
+        with serving(config, folder) as service:
+            found = work(args, config, base, folder)
+            if service is not None:
+                found = found.model_copy(update={"service_peak_mib": peak_rss_mib(service)})
+        print(found.model_dump_json())
     return 0
+
+
+def work(args, config: RunConfig, base: Base, folder: Path) -> WorkerReport:
+    """Four models, and all updates."""
+    models = assemble(config, base, None, folder / "reward")
+    section = config.data.prompts
+    assert section is not None, "settings() has given it"
+    prompts, _ = encode_prompts(
+        base.tokenizer, read_prompts(section), max_tokens=args.prompt_tokens, truncation="error"
+    )
+    loading_mib = peak_rss_mib()  # before the meter: it resets the kernel's peak at every phase
+    meter = PhaseMeter(device_of(config))
+    trainer = build_trainer(config, models, reward_source(config, models), prompts, [], folder / "ppo", meter)
+    resident = {row.model: row.resident_bytes / 2**20 for row in role_rows(models)}
+    start = sampled_weights([models.actor, models.critic])
+    first, gap = first_update(trainer, Path(args.prompts).with_name(args.responses) if args.responses else None)
+    moved = sampled_weights([models.actor, models.critic]) - start
+    rows = [first, *(trainer.step() for _ in range(1, args.updates))]
+    for tracker in trainer.trackers:
+        tracker.close()
+    found = report(args, config, models, rows)
+    more = {
+        "peak_rss_mib": max(loading_mib, found.peak_rss_mib),
+        "resident_mib": resident,
+        "weights": checksum([models.actor, models.critic]),
+        "moved": base64.b64encode(moved.numpy().tobytes()).decode(),
+        "log_prob_gap": gap,
+    }
+    return found.model_copy(update=more)
+
+
+def first_update(trainer: Trainer, responses: Path | None) -> tuple[dict[str, float], float]:
+    """The row of the first update, from the responses in the file where one is named, and their log-prob gap."""
+    if responses is None:
+        return trainer.step(), 0.0
+    sampler, replay = trainer.sampler, Replay(trainer, responses)
+    trainer.sampler = replay
+    row = trainer.step()
+    trainer.sampler = sampler
+    return row, replay.log_prob_gap
 
 
 def sampled_weights(roles: Sequence[nn.Module]) -> Tensor:

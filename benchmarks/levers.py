@@ -1,27 +1,38 @@
 """What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
-`python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one. Levers come from planner/levers.py with
-their settings, their baselines and what they promise: an exact one must leave actor and critic bit for bit as they are
-without it. How far the others change an update is measured on its first, after which the sides sample other responses.
+`python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one, or several, and keeps the rows of the
+others that were measured on this hardware. A lever whose package is not installed is left out. Levers come from
+planner/levers.py with their settings, their baselines and what they promise: an exact one must leave actor and critic
+bit for bit as they are without it. How far the others change an update is measured on its first, in which both sides
+learn from the responses that the side without the lever has drawn (benchmarks/replay.py); later ones sample their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peer_trl import SHAPE, Comparison, Side, compared, measure, parse_arguments
-from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, write_result
-from benchmarks.worker import PHASES, WorkerReport
-from fourfold.planner.levers import LEVERS, SEPARATE, Change
+from benchmarks.lever_rows import PLAIN, conflict, figures_of, merged, row_of
+from benchmarks.peer_trl import SHAPE, Side, measure, parse_arguments
+from benchmarks.results import ROOT, Result, commit, hardware, newest, slug, today, write_result
+from benchmarks.worker import WorkerReport
+from fourfold.planner.lever import Change
+from fourfold.planner.levers import LEVERS, SEPARATE
 
 # A baseline that names them means one micro-batch, and names the sizes of the tests' tiny runs; here it is one anyway.
 BATCH_SIZES = ("ppo.mini_batch_size", "ppo.micro_batch_size")
-PLAIN = "four separate models"
+SHARING = "sharing.mode"
+BASELINES = {"none": PLAIN, "trunk": "four models over a trunk"}
+# What a run on the CPU refuses, so that there is nothing to measure it with.
+ONLY_ON_A_GPU: Mapping[str, str] = {
+    '`residency = "cpu"` of reference and reward': 'where the run is on the CPU it is `"keep"`, and refused',
+    "`paged_adamw`, `paged_adamw_8bit`": "CUDA only",
+}
 
 
 @dataclass(frozen=True)
@@ -36,116 +47,95 @@ class Subject:
     @property
     def without(self) -> Side:
         """The baseline; those of several subjects may be one."""
-        return _side(self._baseline)
+        return self._side(self._baseline)
 
     @property
     def having(self) -> Side:
         """The baseline with the lever."""
         added = {key: value for key, value in self.settings.items() if self.baseline.get(key) != value}
-        return _side(self._baseline | added, self.name)
+        return self._side(self._baseline | added, self.name)
 
     @property
     def _baseline(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.baseline.items() if key not in BATCH_SIZES}
         return {**SEPARATE, **kept}
 
+    def _side(self, settings: Mapping[str, Any], name: str = "") -> Side:
+        """How the worker is started; a side without a name is called by its settings, and draws for those with one."""
+        without = ", ".join([BASELINES[self._baseline[SHARING]], *_chosen(self._baseline)])
+        given = [text for setting in _chosen(settings) for text in ("--set", setting)]
+        arguments = ("--sharing", settings[SHARING], "--responses", f"{slug(without)}.parquet", *given)
+        return Side(name or without, "fourfold", "float32", arguments)
 
-def _side(settings: Mapping[str, Any], name: str = "") -> Side:
-    """How the worker is started; a side without a name is called by its settings."""
-    other = {key: value for key, value in settings.items() if SEPARATE.get(key) != value}
-    chosen = [f"{key}={json.dumps(value)}" for key, value in other.items()]
-    arguments = [text for setting in chosen for text in ("--set", setting)]
-    return Side(name or ", ".join([PLAIN, *chosen]), "fourfold", "float32", ("--sharing", "none", *arguments))
+
+def _chosen(settings: Mapping[str, Any]) -> list[str]:
+    """All but how the models share, as KEY=VALUE."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items() if key != SHARING]
 
 
 CHECKPOINTING = {"memory.checkpointing": "layers"}
 # What is not a lever of its own: others of their strengths, and those that save more where they are on together.
 MORE = (
-    Subject("adapters over a trunk: 4 layers", {"sharing.mode": "adapters", "adapters.layers": 4}, "other parameters"),
-    Subject("checkpointing: every second layer", {**CHECKPOINTING, "memory.checkpoint_every": 2}),
+    Subject(
+        "adapters over a trunk of all but 4 layers",
+        {"sharing.mode": "adapters", "adapters.layers": 4},
+        "other parameters",
+    ),
+    Subject("checkpointing every second layer", {**CHECKPOINTING, "memory.checkpoint_every": 2}),
     Subject("micro-batches of 4", {"ppo.micro_batch_size": 4}, "bounded"),
     Subject("park reference and reward", {"reference.residency": "park", "reward.residency": "park"}),
     Subject("stream reference and reward", {"reference.residency": "stream", "reward.residency": "stream"}),
+    Subject("service reference and reward", {"reference.residency": "service", "reward.residency": "service"}),
 )
 SUBJECTS = (
-    *(Subject(each.name, each.settings, each.change, each.baseline) for each in LEVERS if not each.not_benchmarked),
+    *(Subject(each.name, each.settings, each.change, each.baseline) for each in LEVERS),
     *MORE,
 )
-
-
-def figures(subjects: Sequence[Subject], reports: Mapping[str, Sequence[WorkerReport]]) -> list[Figure]:
-    """Seconds, peaks and resident bytes of each side, then each lever against its baseline."""
-    found: list[Figure] = []
-    for name, runs in reports.items():
-        found += [
-            Figure.of(f"{name}: seconds per update", [run.steady_seconds for run in runs], "s"),
-            Figure.of(f"{name}: weights at start", [sum(run.resident_mib.values()) for run in runs], "MiB"),
-            Figure.of(f"{name}: peak memory", [run.peak_rss_mib for run in runs], "MiB"),
-        ]
-        found += [
-            Figure.of(f"{name}: peak in {phase}", [run.phase_peak_mib[phase] for run in runs], "MiB")
-            for phase in PHASES
-        ]
-    for subject in subjects:
-        base, mine = reports[subject.without.name], reports[subject.having.name]
-        found += compared(Comparison(subject.having.name, subject.without.name, None, None), mine, base)
-        found += _changes(subject, mine, base)
-    return found
-
-
-def _changes(subject: Subject, mine: Sequence[WorkerReport], base: Sequence[WorkerReport]) -> list[Figure]:
-    """What the lever did to the update: differing weights where there may be none, else the size of the difference."""
-    pairs = list(zip(mine, base, strict=True))
-    if subject.change == "other parameters":
-        return []
-    if subject.change == "exact":
-        of, values, target = "rounds with other weights", [float(a.weights != b.weights) for a, b in pairs], "<= 0"
-    else:
-        of, values, target = "difference of the update", [difference(b.moves(), a.moves()) for a, b in pairs], None
-    name = f"{subject.name} / {subject.without.name}: {of}"
-    worst = max(values)  # a promise is not kept on the median
-    figure = Figure.of(name, values, "share" if target else "ratio", target)
-    return [figure.model_copy(update={"value": worst, "against": subject.without.name})]
-
-
-def difference(base: Sequence[float], other: Sequence[float]) -> float:
-    """|difference of the moves| / |move|."""
-    gap = sum((a - b) ** 2 for a, b in zip(base, other, strict=True))
-    return (gap / sum(a**2 for a in base)) ** 0.5
 
 
 def result(
     subjects: Sequence[Subject], reports: Mapping[str, Sequence[WorkerReport]], args: argparse.Namespace
 ) -> Result:
-    """All that is kept: the figures, what stood against what, and what is trained (unless as on the first side)."""
-    told = [next(iter(reports)), *(each.name for each in subjects if each.change == "other parameters")]
+    """All that is kept: for each lever its figures, what it stood against and when; and what the sides train."""
+    told = [PLAIN, *(each.name for each in subjects if each.change == "other parameters")]
     sides = {
         name: {"what": run.what, "dtype": run.dtype, "trainable_parameters": run.trainable_parameters}
-        for name, run in ((name, reports[name][0]) for name in told)
+        for name, run in ((name, reports[name][0]) for name in told if name in reports)
     }
-    levers = {each.name: {"against": each.without.name, "change": each.change} for each in subjects}
-    shape = {name: getattr(args, name) for name in ("model", "rounds", *SHAPE)}
-    return Result(
-        name="levers",
-        date=today(),
-        hardware=hardware(),
-        versions=next(iter(reports.values()))[0].versions,
-        commit=commit(),
-        config={**shape, "sides": sides, "levers": levers},
-        figures=tuple(figures(subjects, reports)),
-    )
+    found, rows = [], {}
+    measured = {"date": today(), "commit": commit(), "versions": next(iter(reports.values()))[0].versions}
+    for each in subjects:
+        against = each.without.name
+        found += figures_of(each.name, each.change, against, reports[each.name], reports[against])
+        rows[each.name] = row_of(each.change, against, args) | measured
+    config = {**_shape(args), "sides": sides, "levers": rows}
+    return Result(name="levers", hardware=hardware(), config=config, figures=tuple(found), **measured)
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    """What all rows of a table have in common."""
+    return {name: getattr(args, name) for name in ("model", *SHAPE) if name != "updates"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write or print the result."""
+    order = [each.name for each in SUBJECTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.levers", description=__doc__, add_help=False)
-    parser.add_argument("--lever", action="append", choices=[each.name for each in SUBJECTS])
+    parser.add_argument("--lever", action="append", choices=order)
     own, rest = parser.parse_known_args(arguments)
     args = parse_arguments(rest)
-    subjects = [each for each in SUBJECTS if not own.lever or each.name in own.lever]
+    absent = [each.name for each in LEVERS if each.package and importlib.util.find_spec(each.package) is None]
+    chosen = own.lever or [name for name in order if name not in absent]
+    subjects = [each for each in SUBJECTS if each.name in chosen]
+    earlier = newest("levers", hardware())
+    if not args.dry and (problem := conflict(earlier, _shape(args), [each.name for each in subjects])):
+        parser.error(problem)
     sides = {side.name: side for each in subjects for side in (each.without, each.having)}
     found = result(subjects, measure(args, list(sides.values())), args)
-    print(found.model_dump_json(indent=2) if args.dry else write_result(found).relative_to(ROOT))
+    if args.dry:
+        print(found.model_dump_json(indent=2))
+    else:
+        print(write_result(merged(earlier, found, order), instead_of=earlier).relative_to(ROOT))
     return 0
 
 

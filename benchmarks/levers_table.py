@@ -6,10 +6,14 @@ In every cell of the result stands the baseline's figure, then that with the lev
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
-from benchmarks.results import Result, number
+from benchmarks.lever_rows import DIFFERENCE, LOG_PROB_GAP, OTHER_WEIGHTS, SERVICE_PEAK, WITH, WITHOUT
+from benchmarks.levers import ONLY_ON_A_GPU, SUBJECTS
+from benchmarks.results import Result, number, origin, side_line
 from benchmarks.worker import PHASES
-from fourfold.planner.levers import LEVERS, Lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS
 
 COLUMNS = {
     "seconds": "seconds per update",
@@ -20,27 +24,50 @@ COLUMNS = {
 
 
 def levers_table(result: Result) -> list[str]:
-    """The lines of the table."""
+    """The lines of the table, and those below it."""
     values = {figure.name: figure.value for figure in result.figures}
-    rows = ["| lever | " + " | ".join(COLUMNS) + " | update | against |", "|---" * (len(COLUMNS) + 3) + "|"]
+    lines = ["| lever | " + " | ".join(COLUMNS) + " | update | log p | against |", "|---" * (len(COLUMNS) + 4) + "|"]
     for name, about in result.config["levers"].items():
-        against = about["against"]
         cells = [
-            f"{number(values[f'{against}: {what}'])} -> {number(values[f'{name}: {what}'])}"
+            f"{number(values[f'{name}: {what} {WITHOUT}'])} -> {number(values[f'{name}: {what} {WITH}'])}"
             for what in COLUMNS.values()
         ]
-        update = _update(values, f"{name} / {against}", about["change"])
-        rows.append(f"| {name} | {' | '.join(cells)} | {update} | {against} |")
-    return rows
+        cells += _changes(values, name, about["change"])
+        lines.append(f"| {name} | {' | '.join(cells)} | {about['against']} |")
+    return [*lines, "", *_notes(result, values), "", *_origins(result)]
 
 
-def _update(values: dict[str, float], pair: str, change: str) -> str:
-    """How far the lever's update lies from the baseline's, as a share of the baseline's move."""
+def _changes(values: Mapping[str, float], name: str, change: str) -> tuple[str, str]:
+    """How far update and log-probs of the same responses lie from the baseline's."""
     if change == "other parameters":
-        return "of other parameters"
+        return "of other parameters", "-"
     if change == "exact":
-        return "NOT bit-equal" if values[f"{pair}: rounds with other weights"] else "0"
-    return number(values[f"{pair}: difference of the update"])
+        return ("NOT bit-equal" if values[f"{name}: {OTHER_WEIGHTS}"] else "0"), "0"
+    update, gap = (values[f"{name}: {what}"] for what in (DIFFERENCE, LOG_PROB_GAP))
+    return number(update), number(gap) if gap else "0"
+
+
+def _notes(result: Result, values: Mapping[str, float]) -> list[str]:
+    """What the sides train, what a service holds, and what is not in the table."""
+    rows = result.config["levers"]
+    lines = [side_line(name, side) for name, side in result.config["sides"].items()]
+    for name in rows:
+        if (peak := values.get(f"{name}: {SERVICE_PEAK}")) is not None:
+            lines.append(f"* {name}: the service itself takes {number(peak)} MiB at its peak.")
+    if missing := [each.name for each in SUBJECTS if each.name not in rows]:
+        lines.append(f"* Not measured yet: {', '.join(missing)}.")
+    return lines + [f"* Not measured without a GPU: {name} ({reason})." for name, reason in ONLY_ON_A_GPU.items()]
+
+
+def _origins(result: Result) -> list[str]:
+    """When and of what the rows were measured, those that were measured together in one line."""
+    together: dict[str, list[str]] = {}
+    for name, about in result.config["levers"].items():
+        told = f"{origin(result, about)}; {about['rounds']} x {about['updates']} updates"
+        together.setdefault(told, []).append(name)
+    if len(together) == 1:
+        return [f"{told}." for told in together]
+    return [f"* {told}: {', '.join(names)}." for told, names in sorted(together.items())]
 
 
 def declared_table() -> list[str]:
@@ -57,6 +84,8 @@ def declared_table() -> list[str]:
 
 
 def _declared(lever: Lever) -> str:
+    if lever.rounding:
+        return f"rounding within {lever.rounding:g}, all else within {lever.bound:g}"
     if lever.change == "bounded":
         return f"within {lever.bound:g}"
     if lever.trunk_bound:

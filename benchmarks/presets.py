@@ -17,6 +17,7 @@ from benchmarks.results import ROOT, Figure, Result, commit, hardware, number, t
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.training.folder import saved_config
+from fourfold.training.timeline import TIMELINE
 
 Summary = dict[str, Any]
 UNITS = {
@@ -28,6 +29,9 @@ UNITS = {
     "seconds": "s",
     "peak": "MiB",
     "tensors": "MiB",
+    "tensors in load": "MiB",
+    "tensors in sft": "MiB",
+    "tensors in reward": "MiB",
 }
 
 
@@ -39,15 +43,24 @@ def preset_of(run: Path) -> str:
     return re.sub(r"-\d+$", "", run.name)
 
 
-def counted_bytes(run: Path) -> int:
-    """The most bytes of live tensors (weights, gradients, states, activations) of a step; 0 where none were counted."""
-    rows = read_jsonl(run / "ppo" / "memory.jsonl")
-    return max((row.get("tensor_peak_bytes") or 0 for row in rows), default=0)
+def counted_bytes(run: Path) -> dict[str, int]:
+    """The most bytes of live tensors (weights, gradients, states, activations) at any moment, where they were counted.
+
+    By what ran: "load" (the base model, or the four roles of ppo), "sft", "reward", and "ppo" without its loading.
+    """
+    found: dict[str, int] = {}
+    for row in read_jsonl(run / TIMELINE):
+        size = row.get("tensor_peak_bytes")
+        if size is not None and row["phase"] != "ppo":  # the whole stage, with its loading
+            name = "load" if row["phase"] == "load" else row["stage"]
+            found[name] = max(found.get(name, 0), size)
+    return found
 
 
 def measured(summary: Summary) -> dict[str, float]:
-    """The figures of one run, by the names of UNITS; `tensors` where they were counted."""
+    """The figures of one run, by the names of UNITS; those of `tensors` where they were counted, in ppo and before."""
     before, after = summary["before"], summary["after"]
+    counted = {name: size / 2**20 for name, size in summary["counted_bytes"].items()}
     return {
         "judge": after["judge_mean"] - before["judge_mean"],
         "score": after["score_mean"] - before["score_mean"],
@@ -56,7 +69,7 @@ def measured(summary: Summary) -> dict[str, float]:
         "pairs": summary["reward_model"]["pair_accuracy"],
         "seconds": sum(summary["seconds"][stage] for stage in STAGES),
         "peak": max(summary["peak_bytes"].values()) / 2**20,
-        **({"tensors": counted / 2**20} if (counted := summary["counted_bytes"]) else {}),
+        **{"tensors" if name == "ppo" else f"tensors in {name}": size for name, size in counted.items()},
     }
 
 

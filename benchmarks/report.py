@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.levers_table import declared_table, levers_table
+from benchmarks.planner_table import planner_table
 from benchmarks.presets import presets_table
-from benchmarks.results import FOLDER, ROOT, Figure, Result, number, read_results
+from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, read_results, side_line
 
 BLOCK = re.compile(r"(<!-- figures:(?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", flags=re.DOTALL)
 # The one block that is made from declarations, not from a result.
@@ -46,16 +46,17 @@ def with_tables(text: str, results: Sequence[Result]) -> str:
 def table(result: Result) -> str:
     """A result as a Markdown table; below it what each side trains, and where and when it was measured."""
     if "levers" in result.config:
-        rows = levers_table(result)
-    elif "presets" in result.config:
+        return "\n".join(levers_table(result))
+    if "presets" in result.config:
         rows = presets_table(result)
+    elif "planner" in result.config:
+        rows = planner_table(result)
     else:
         rows = ["| figure | value | least - greatest | against | target |", "|---|---:|---:|---|---|"]
         rows += [_row(figure) for figure in result.figures]
     if sides := result.config.get("sides"):
-        rows += ["", *(_side(name, side) for name, side in sides.items())]
-    libraries = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    rows += ["", f"{result.date}, {result.hardware}; commit {_short(result.commit)}; {libraries}."]
+        rows += ["", *(side_line(name, side) for name, side in sides.items())]
+    rows += ["", f"{origin(result)}."]
     return "\n".join(rows)
 
 
@@ -64,16 +65,6 @@ def _row(figure: Figure) -> str:
     spread = "" if figure.spread is None else f"{number(figure.spread[0])} - {number(figure.spread[1])}"
     target = "" if figure.target is None else f"{figure.target}: {'met' if figure.met else 'missed'}"
     return f"| {figure.name} | {number(figure.value)}{unit} | {spread} | {figure.against or ''} | {target} |"
-
-
-def _side(name: str, side: Mapping[str, Any]) -> str:
-    """What a side of a comparison is and how much of it is trained."""
-    trained = ", ".join(f"{role} {count:,}" for role, count in side["trainable_parameters"].items())
-    return f"* {name}: {side['what']}. Trained parameters: {trained}."
-
-
-def _short(commit: str) -> str:
-    return commit[:10] + (" with changes" if commit.endswith("-dirty") else "")
 
 
 def documents(root: Path) -> list[Path]:

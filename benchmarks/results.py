@@ -9,7 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,13 +115,15 @@ def number(value: float) -> str:
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def write_result(result: Result, folder: Path = FOLDER) -> Path:
-    """Write the result; measuring again on the same day and hardware replaces it."""
+def write_result(result: Result, folder: Path = FOLDER, *, instead_of: Result | None = None) -> Path:
+    """Write the result; measuring again on the same day and hardware replaces it, and `instead_of` goes in any case."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / result.file_name
     partial = path.with_suffix(".partial")
     partial.write_text(result.model_dump_json(indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
+    if instead_of is not None and instead_of.file_name != path.name:
+        (folder / instead_of.file_name).unlink()
     return path
 
 
@@ -139,6 +141,27 @@ def read_result(path: Path) -> Result:
 def read_results(folder: Path = FOLDER) -> list[Result]:
     """All results of a folder, oldest first."""
     return [read_result(path) for path in sorted(folder.glob("*.json"))]
+
+
+def newest(name: str, machine: str, folder: Path = FOLDER) -> Result | None:
+    """The newest result of this name on this hardware."""
+    return next(
+        (each for each in reversed(read_results(folder)) if (each.name, each.hardware) == (name, machine)), None
+    )
+
+
+def origin(result: Result, about: Mapping[str, Any] | None = None) -> str:
+    """When, where and of what a result, or the part of it that `about` tells this of, was measured."""
+    told = {"date": result.date, "commit": result.commit, "versions": result.versions, **(about or {})}
+    short = told["commit"][:10] + (" with changes" if told["commit"].endswith("-dirty") else "")
+    libraries = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    return f"{told['date']}, {result.hardware}; commit {short}; {libraries}"
+
+
+def side_line(name: str, side: Mapping[str, Any]) -> str:
+    """What a side of a comparison is and how much of it is trained."""
+    trained = ", ".join(f"{role} {count:,}" for role, count in side["trainable_parameters"].items())
+    return f"* {name}: {side['what']}. Trained parameters: {trained}."
 
 
 def today() -> str:

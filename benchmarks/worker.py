@@ -40,6 +40,11 @@ class WorkerReport(BaseModel):
     resident_mib: dict[str, float] = Field(default={}, description="What each role and what is shared holds, at start.")
     phase_peak_mib: dict[str, float] = Field(default={}, description="Highest resident memory by phase, as for phases.")
     moved: str = Field(default="", description="What the first update added to a sample of the trained weights.")
+    log_prob_gap: float = Field(
+        default=0.0,
+        description="Mean |difference| from the log-probs of the side that drew the responses, nats a token.",
+    )
+    service_peak_mib: float = Field(default=0.0, description="As peak_rss_mib, of the process that holds other roles.")
     weights: str = Field(default="", description="Checksum of actor and critic after the last update.")
     versions: dict[str, str]
     threads: Annotated[int, Field(gt=0)]
@@ -75,14 +80,15 @@ def worker_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def peak_rss_mib() -> float:
-    """Highest resident memory of this process since its program started.
+def peak_rss_mib(process: int | None = None) -> float:
+    """Highest resident memory of this process, or of another, since its program started.
 
     Not `ru_maxrss`: that also remembers the memory of the process that forked this one.
     """
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    status = Path("/proc") / str(process or "self") / "status"
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(encoding="utf-8"), flags=re.MULTILINE)
     if found is None:
-        raise ValueError("/proc/self/status holds no VmHWM; the peak memory is measured on Linux only")
+        raise ValueError(f"{status} holds no VmHWM; the peak memory is measured on Linux only")
     return int(found[1]) / 1024
 
 

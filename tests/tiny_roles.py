@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,17 @@ def tiny_sampler(base: Base, policy: Policy | None = None, **settings: Any) -> L
     micro = PpoSection(micro_batch_size=chosen.pop("score_batch_size"))
     sizes = BatchSizes.of(micro, chosen.pop("batch_size"))
     return LocalSampler(base, policy or base.policy, SamplingSettings(**chosen), sizes)
+
+
+@contextmanager
+def forward_shapes(part: Any) -> Iterator[list[tuple[int, int]]]:
+    """(rows, time) of every forward pass of a part."""
+    shapes: list[tuple[int, int]] = []
+    handle = part.body.register_forward_hook(
+        lambda _module, _args, _kwargs, output: shapes.append(tuple(output.last_hidden_state.shape[:2])),
+        with_kwargs=True,
+    )
+    try:
+        yield shapes
+    finally:
+        handle.remove()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fourfold.backends.scaling import LossScale
 from fourfold.config.schema import MemorySection, OptimizerSection
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import Budget
 from fourfold.memory.optimizer_offload import Masters, OffloadedStates
 from fourfold.memory.optimizers import States, make_adamw
 from fourfold.models.roles import Policy, Scorer, narrowed
@@ -22,6 +23,7 @@ class LocalOptimizer:
     """AdamW on the trainable parameters of one role, with clipping and a schedule over `total_steps`.
 
     `memory` says where its states are and when it steps; parked states lie in `folder` where the device is the CPU.
+    `budget` is what a step of one parameter keeps to.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class LocalOptimizer:
         memory: MemorySection | None = None,
         folder: Path | None = None,
         loss_scale: LossScale | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.name = name
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -45,7 +48,7 @@ class LocalOptimizer:
         memory = memory or MemorySection()
         self._in_backward = memory.optimizer_in_backward
         self._norms: dict[nn.Parameter, Tensor] = {}
-        self._make_states(module, memory.optimizer_residency, folder)
+        self._make_states(module, memory.optimizer_residency, folder, budget)
         if self._in_backward or memory.optimizer_residency == "offload":
             me = weakref.ref(self)  # a parameter that held its optimizer would keep the states of a finished stage
 
@@ -57,18 +60,18 @@ class LocalOptimizer:
             for p in self._parameters:
                 p.register_post_accumulate_grad_hook(complete)
 
-    def _make_states(self, module: nn.Module, residency: str, folder: Path | None) -> None:
+    def _make_states(self, module: nn.Module, residency: str, folder: Path | None, budget: Budget | None) -> None:
         assert folder is not None or residency == "keep", "states that lie elsewhere need a folder"
         self.states: States
         if residency == "offload" and folder is not None:
             masters = Masters(self._parameters, *narrowed(module))
             self._optimizer = make_adamw(masters.stepped, self._settings)
-            self.states = offloaded = OffloadedStates(self._optimizer, masters, folder)
+            self.states = offloaded = OffloadedStates(self._optimizer, masters, folder, budget)
             if isinstance(module, Policy | Scorer):
                 module.masters = offloaded  # what is saved of the role, and loaded into it
         else:
             self._optimizer = make_adamw(self._parameters, self._settings)
-            self.states = States(self._optimizer, park_in=folder if residency == "park" else None)
+            self.states = States(self._optimizer, park_in=folder if residency == "park" else None, budget=budget)
 
     def _complete(self, p: nn.Parameter) -> None:
         """The gradient of a parameter is complete: autograd has added all its uses up."""
@@ -167,8 +170,9 @@ class LocalOptimizer:
         """
         if self._norms:
             raise RunFailed(
-                f"learn: a backward pass of the {self.name} was broken off after {len(self._norms)} of its parameters "
-                "had been stepped; the last good checkpoint is kept; set memory.optimizer_in_backward = false"
+                f"{len(self._norms)} of the {len(self._parameters)} parameters of the {self.name} had been stepped "
+                "when its backward pass was broken off, so the run cannot go on from here; the last good checkpoint is "
+                "kept"
             )
         self.states.discard()
 

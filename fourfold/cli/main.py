@@ -19,6 +19,7 @@ from fourfold.cli import errors
 COMMANDS = {
     "init": "write a commented configuration to start from",
     "data": "make a data set ready, such as the movie reviews of the example",
+    "plan": "know before you run: memory, time and traffic, and the fastest settings that fit",
     "run": "carry out the stages of a configuration; finished ones are skipped, an interrupted one goes on",
     "sft": "the first stage alone: supervised fine-tuning",
     "reward": "the second stage alone: train the reward model on preference pairs",
@@ -26,7 +27,7 @@ COMMANDS = {
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",
-    "bench": "measure what a lever does to a run's own models, such as weights in fewer bits",
+    "bench": "measure what weights in fewer bits do to a run's models, or what this machine can do",
 }
 
 

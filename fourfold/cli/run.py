@@ -58,7 +58,7 @@ def show(config: RunConfig, summary: dict[str, Any], config_path: str, overrides
     """The table before and after, samples side by side, where the files are, and what to try next."""
     from rich.console import Console
 
-    from fourfold.diagnostics.tables import before_after_table, samples_table
+    from fourfold.diagnostics.tables import before_after_table, memory_table, samples_table
     from fourfold.training.folder import RunFolder
 
     console = Console()
@@ -81,9 +81,11 @@ def show(config: RunConfig, summary: dict[str, Any], config_path: str, overrides
             rows = list(zip(before["prompts"], before["responses"], after["responses"], strict=False))
             step = max(1, len(rows) // max(1, config.evaluation.samples))
             console.print(samples_table(rows[::step][: config.evaluation.samples]))
+    if "memory" in summary:
+        console.print(memory_table(summary["memory"]))
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
     console.print(f"time: {spent}", highlight=False)
-    made = ("summary.json", "sft/model", "reward/model", "ppo/metrics.jsonl", "ppo/model")
+    made = ("summary.json", "plan.json", "sft/model", "reward/model", "ppo/metrics.jsonl", "ppo/model")
     names = ", ".join(name for name in made if (_path(config.output) / name).exists())
     console.print(f"files: {config.output} ({names})", highlight=False, soft_wrap=True, markup=False)
     if "ppo" in config.stages:

@@ -5,7 +5,8 @@ Error messages, `fourfold init` and docs/configuration.md are made from this lis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -72,7 +73,8 @@ def _setting(key: str, field: FieldInfo) -> Setting:
     )
 
 
-def all_settings() -> dict[str, Setting]:
+@functools.cache
+def all_settings() -> Mapping[str, Setting]:
     """Every setting by its full dotted key."""
     return {setting.key: setting for table in tables() for setting in table.settings}
 

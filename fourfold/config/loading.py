@@ -33,6 +33,10 @@ class ConfigError(ValueError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
+class Contradiction(ConfigError):
+    """Settings that are each allowed, but not beside each other."""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and check a configuration; `overrides` are 'ppo.kl_coef=0.1' and come last. Files are not looked at."""
     tree = read_extended(Path(path))
@@ -122,6 +126,8 @@ def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     try:
         config = RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
+        if not found and {details["type"] for details in error.errors(include_url=False)} == {"value_error"}:
+            raise Contradiction(source, _problems(error)) from None
         known = {problem.partition(":")[0] for problem in found}
         found += [p for p in _problems(error) if p.partition(":")[0] not in known]
         raise ConfigError(source, found) from None
@@ -207,6 +213,29 @@ def _nearest(key: str) -> str:
             return f"nearest known key: {candidates[found[0]]}"
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
     return f"nearest known key: {nearest}; known here: {', '.join(siblings)}"
+
+
+def given_settings(config: RunConfig) -> dict[str, Any]:
+    """The tables of what was written down, without the defaults: `parse_config` makes the same settings of them."""
+    return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The settings with these put in, by dotted key, as if they stood in the file; None takes a key out.
+
+    Raises `Contradiction` where they are refused beside the others.
+    """
+    tree = given_settings(config)
+    for key, value in settings.items():
+        *path, name = key.split(".")
+        table = tree
+        for part in path:
+            table = table.setdefault(part, {})
+        if value is None:
+            table.pop(name, None)
+        else:
+            table[name] = value
+    return parse_config(tree, source=", ".join(settings))
 
 
 def check_paths(config: RunConfig) -> None:

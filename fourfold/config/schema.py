@@ -93,6 +93,15 @@ class RunConfig(Section):
             "critic": alone + learning * sum(turn != "actor" for turn in turns),
         }
 
+    @property
+    def reference_differs(self) -> bool:
+        """Whether a reference may say otherwise what the actor's numerics would say of its weights: a bias is measured.
+
+        Of settings whose `compute` is resolved.
+        """
+        elsewhere = not self.reference.model and self.reference.computes_elsewhere
+        return self.precision.reference_differs or elsewhere
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
         found = problems(self)

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.planner.bill import PHASES
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -66,6 +68,20 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
+    """Peak bytes by phase, and by phase and role below it: predicted by the planner beside measured."""
+    table = Table(title="peak memory of ppo, MiB", box=SIMPLE_HEAD)
+    table.add_column("phase", no_wrap=True)
+    for column in ("predicted", "measured", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in sorted(memory, key=lambda name: (PHASES.index(name.partition("/")[0]), name)):
+        predicted, measured = memory[name]["predicted_bytes"], memory[name]["measured_bytes"]
+        _, has_role, role = name.partition("/")
+        shown = (f"{predicted / 2**20:,.1f}", f"{measured / 2**20:,.1f}", f"{predicted / measured - 1:+.1%}")
+        table.add_row(f"  {role}" if has_role else name, *shown)
+    return table
 
 
 def samples_table(rows: Sequence[tuple[str, str, str]], *, names: tuple[str, str] = ("before", "after")) -> Table:

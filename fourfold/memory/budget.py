@@ -1,9 +1,10 @@
 """What happens when memory runs out: passes are taken again with half the rows, or the run stops and says why.
 
 On CUDA the signal is torch.OutOfMemoryError, and `memory.budget_gib` is torch's per-process limit; on the CPU the
-resident memory of the process is compared with the budget between decoder layers, forward and backward. What it saves:
-nothing; it makes a run end well that would be killed. What it changes: from a halving on, an update is bit for bit that
-of a run with the smaller size. What it excludes: nothing.
+resident memory of the process is compared with the budget after every decoder layer, forward and backward, before a
+chunk of logits is made, while a parameter's parked states are in memory, and after each pass of ONNX Runtime. What it
+saves: nothing; it makes a run end well that would be killed. What it changes: from a halving on, an update is bit for
+bit that of a run with the smaller size. What it excludes: nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from fourfold.config.schema import PpoSection
 from fourfold.errors import RunFailed
-from fourfold.memory.meter import resident_bytes_reader
+from fourfold.memory.peaks import resident_bytes_reader
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,9 @@ class Budget:
     bytes: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
+        return self  # a copied module is of the same process
+
     @classmethod
     def of_gib(cls, gib: float, device: torch.device) -> Budget:
         """From `memory.budget_gib`; on CUDA torch's allocator keeps to it from here on."""
@@ -153,6 +157,7 @@ class Shortage:
     rows: int
     said: str
     resident_bytes: int
+    final: bool = True  # the run ends: the pass is not taken again with fewer rows
 
     def __str__(self) -> str:
         if self.phase == "load":
@@ -169,12 +174,16 @@ Describe = Callable[[Shortage], str]
 
 @dataclass
 class BatchSize:
-    """Rows that a kind of pass takes at once, 0 for all: halved for the rest of the run when memory runs out."""
+    """Rows that a kind of pass takes at once, 0 for all: halved for the rest of the run when memory runs out.
+
+    With `whole`, the settings that the number comes from, it is never halved: the pass takes an optimizer step.
+    """
 
     phase: str
     role: str
     size: int
     budget: Budget = field(default_factory=Budget)
+    whole: str = ""
     describe: Describe = str
     span: Callable[[str, str], AbstractContextManager[None]] = lambda phase, role: contextlib.nullcontext()
 
@@ -188,7 +197,8 @@ class BatchSize:
     def fitting(self, work: Callable[[int], Result], rows: int, undo: Callable[[], None] = lambda: None) -> Result:
         """`work(rows at once)`, from its start again with half of them as often as memory runs out.
 
-        `undo` takes back what a `work` that was broken off has left. At one row the run stops.
+        `undo` takes back what a `work` that was broken off has left, or raises RunFailed where that cannot be. Then
+        the run stops, and so it does at one row or with a pass that is taken `whole`.
         """
         while True:
             at_once = min(self.size or rows, rows)
@@ -197,15 +207,28 @@ class BatchSize:
             except Exception as error:
                 if not ran_out(error):
                     raise
-                report = self.describe(shortage_of(error, self.phase, self.role, at_once, self.budget))
+                final = at_once <= 1 or bool(self.whole)
+                report = self.describe(shortage_of(error, self.phase, self.role, at_once, self.budget, final=final))
                 # The frames of the broken pass hold its graph, and the traceback holds the frames.
                 traceback.clear_frames(error.__traceback__)
-            undo()
+            try:
+                undo()
+            except RunFailed as error:
+                raise RunFailed(f"{report}{self._smaller(at_once)}; {error}") from None
             give_back()
-            if at_once <= 1:
-                raise RunFailed(f"{report}; a pass cannot be smaller than one row; the last good checkpoint is kept")
+            if final:
+                raise RunFailed(f"{report}{self._smaller(at_once)}; the last good checkpoint is kept")
             self.size = at_once // 2
             log.warning("%s; done again with %d at a time, from here on", report, self.size)
+
+    def _smaller(self, at_once: int) -> str:
+        """Why a pass over so many rows is not taken again in smaller ones."""
+        if at_once <= 1:
+            return "; a pass cannot be smaller than one row"
+        return (
+            f"; a smaller pass helps too: {self.whole} = {at_once // 2}, in a new output folder "
+            "(memory.optimizer_in_backward steps within a pass, so none is done again with fewer rows)"
+        )
 
     def through(self, count: int, work: Callable[[slice], None]) -> None:
         """Work through rows 0 to `count`; rows whose pass ran out of memory are taken again, fewer at once.
@@ -228,10 +251,12 @@ def _piece(work: Callable[[slice], None], start: int, count: int, size: int) -> 
     return stop
 
 
-def shortage_of(error: BaseException, phase: str, role: str, rows: int, budget: Budget) -> Shortage:
+def shortage_of(
+    error: BaseException, phase: str, role: str, rows: int, budget: Budget, *, final: bool = True
+) -> Shortage:
     """What there is to say of an exception for which `ran_out` holds."""
     said = str(error).split("\n")[0] or type(error).__name__
-    return Shortage(phase, role, rows, said, budget.resident())
+    return Shortage(phase, role, rows, said, budget.resident(), final)
 
 
 @contextlib.contextmanager
@@ -259,16 +284,19 @@ class BatchSizes:
     critic: BatchSize
 
     @classmethod
-    def of(cls, ppo: PpoSection, sampling_rows: int = 0, budget: Budget | None = None) -> BatchSizes:
-        """As the settings give them."""
+    def of(
+        cls, ppo: PpoSection, sampling_rows: int = 0, budget: Budget | None = None, *, in_backward: bool = False
+    ) -> BatchSizes:
+        """As the settings give them; `in_backward` is `memory.optimizer_in_backward`."""
         budget, micro = budget or Budget(), ppo.micro_batch_size
+        whole = "ppo.mini_batch_size = ppo.micro_batch_size" if in_backward else ""
         return cls(
             generate=BatchSize("generate", "actor", sampling_rows, budget),
             log_probs=BatchSize("generate", "actor", micro, budget),
             score=BatchSize("score", "reference", micro, budget),
             ahead=BatchSize("score", "reference", micro, budget),
-            actor=BatchSize("learn", "actor", micro, budget),
-            critic=BatchSize("learn", "critic", micro, budget),
+            actor=BatchSize("learn", "actor", micro, budget, whole),
+            critic=BatchSize("learn", "critic", micro, budget, whole),
         )
 
     def describe_with(self, describe: Describe) -> None:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
+from fourfold.memory.peaks import PeakSource, peak_source
 from fourfold.memory.tensors import LiveTensors
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_SAMPLE_SECONDS = 0.01
 
 # The trunk is counted on its own, because the roles share its passes; without a trunk its numbers are 0.
 COUNTED_MODELS = ("trunk", "actor", "critic", "reference", "reward")
@@ -48,180 +42,8 @@ class Span(NamedTuple):
     role: str
     start: float  # Unix time
     seconds: float
-    peak_bytes: int
+    peak_bytes: int | None  # None for work of a thread beside the one that measures
     tensor_peak_bytes: int | None  # of live tensors, where they are counted
-
-
-class PeakSource(Protocol):
-    """Measures the most memory held since the last `reset`."""
-
-    def start(self) -> None:
-        """The outermost phase opens."""
-        ...
-
-    def stop(self) -> None:
-        """The outermost phase has closed."""
-        ...
-
-    def reset(self) -> None:
-        """Forget the peak: from here on it is what is held now."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most bytes held since `reset`."""
-        ...
-
-    def current_bytes(self) -> int:
-        """Bytes held now."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for work that was only queued, so that seconds are those of the work."""
-        ...
-
-
-class KernelPeak:
-    """Peak resident memory of the process as Linux counts it (VmHWM), reset through clear_refs (proc(5))."""
-
-    @staticmethod
-    def available() -> bool:
-        """Whether this system lets the process reset its own peak."""
-        try:
-            _CLEAR_REFS.write_text("5")
-            return _status_bytes("VmHWM") > 0
-        except (OSError, ValueError):
-            return False
-
-    def start(self) -> None:
-        """Nothing to start: the kernel counts always."""
-
-    def stop(self) -> None:
-        """Nothing to stop."""
-
-    def reset(self) -> None:
-        """Set VmHWM to the memory that is resident now."""
-        _CLEAR_REFS.write_text("5")
-
-    def peak_bytes(self) -> int:
-        """VmHWM."""
-        return _status_bytes("VmHWM")
-
-    def current_bytes(self) -> int:
-        """VmRSS."""
-        return _status_bytes("VmRSS")
-
-    def synchronize(self) -> None:
-        """CPU work is done when the call returns."""
-
-
-class SampledPeak:
-    """Peak resident memory from a thread that looks every 10 ms; what comes and goes between two looks is missed."""
-
-    def __init__(self, read: Callable[[], int] | None = None) -> None:
-        self._read = read or resident_bytes_reader()
-        self._lock = threading.Lock()
-        self._peak = 0
-        self._halt = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start to look."""
-        self._halt.clear()
-        self._thread = threading.Thread(target=self._watch, name="memory-meter", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more."""
-        if self._thread is not None:
-            self._halt.set()
-            self._thread.join()
-            self._thread = None
-
-    def _watch(self) -> None:
-        while not self._halt.wait(_SAMPLE_SECONDS):
-            self._look()
-
-    def _look(self) -> int:
-        with self._lock:
-            self._peak = max(self._peak, self._read())
-            return self._peak
-
-    def reset(self) -> None:
-        """Start again from what is resident now."""
-        with self._lock:
-            self._peak = self._read()
-
-    def peak_bytes(self) -> int:
-        """The most bytes seen since `reset`."""
-        return self._look()
-
-    def current_bytes(self) -> int:
-        """Resident bytes now."""
-        return self._read()
-
-    def synchronize(self) -> None:
-        """CPU work is done when the call returns."""
-
-
-class CudaPeak:
-    """Peak of what torch has allocated on one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self) -> None:
-        """Nothing to start: torch counts always."""
-
-    def stop(self) -> None:
-        """Nothing to stop."""
-
-    def reset(self) -> None:
-        """Reset torch's peak to what is allocated now."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int:
-        """torch.cuda.max_memory_allocated."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def current_bytes(self) -> int:
-        """torch.cuda.memory_allocated."""
-        return torch.cuda.memory_allocated(self._device)
-
-    def synchronize(self) -> None:
-        """Wait for the kernels that are queued."""
-        torch.cuda.synchronize(self._device)
-
-
-def _status_bytes(field: str) -> int:
-    """A size from /proc/self/status, where Linux gives it in KiB."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
-
-
-def resident_bytes_reader() -> Callable[[], int]:
-    """The best way to read the resident bytes of this process here: /proc, psutil, or the peak since its start."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        page = os.sysconf("SC_PAGE_SIZE")
-        return lambda: int(statm.read_text().split()[1]) * page
-    with contextlib.suppress(ImportError):
-        import psutil
-
-        process = psutil.Process()
-        return lambda: process.memory_info().rss
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB (getrusage(2))
-    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def peak_source(device: torch.device) -> PeakSource:
-    """How peak memory is measured on this device and system."""
-    if device.type == "cuda":
-        return CudaPeak(device)
-    return KernelPeak() if KernelPeak.available() else SampledPeak()
 
 
 @dataclass
@@ -235,7 +57,8 @@ class _OpenPhase:
 
 
 class PhaseMeter:
-    """Adds up seconds and peak bytes of named phases (`load`, `generate`, `score`, `learn`, `save`, a stage's name).
+    """Adds up seconds and peak bytes of named phases: `load`, `preflight`, `generate`, `score`, `learn`, `save`,
+    `evaluate`, and a stage's name.
 
     Phases nest: the time and the peak of an inner phase belong to the outer one too. Bytes are the process's resident
     memory on CPU, torch's allocations on CUDA. Within a phase the roles at work are measured one by one.
@@ -245,6 +68,7 @@ class PhaseMeter:
         self._source = source or peak_source(device)
         self._tensors = LiveTensors() if count_tensors else None
         self._spans: dict[tuple[str, str], Span] = {}
+        self._adding = threading.Lock()
         self._open: list[_OpenPhase] = []
         self._thread = 0  # that measures
         self._recent: dict[str, PhaseUsage] = {}
@@ -261,12 +85,30 @@ class PhaseMeter:
     def role(self, phase: str, role: str) -> Iterator[None]:
         """Measure a role's work inside a phase; where that phase is not open (evaluations) nothing is measured.
 
-        Nor is what a thread does beside the one that opened it: their peaks are not told apart.
+        Of a thread beside the one that measures the seconds alone are noted, for the timeline: peaks are not told
+        apart.
         """
-        mine = threading.get_ident() == self._thread
-        is_open = mine and any(each.name == phase and not each.role for each in self._open)
-        with self._measured(phase, role) if is_open else contextlib.nullcontext():
+        if threading.get_ident() != self._thread:
+            measured = self._beside(phase, role)
+        else:
+            measured = self._measured(phase, role) if self._is_open(phase) else contextlib.nullcontext()
+        with measured:
             yield
+
+    def _is_open(self, *phases: str) -> bool:
+        return any(each.name in phases and not each.role for each in self._open)
+
+    @contextlib.contextmanager
+    def _beside(self, phase: str, role: str) -> Iterator[None]:
+        clock, started = time.time(), time.perf_counter()
+        in_a_step = self._is_open(*COUNTED_PHASES)
+        try:
+            yield
+        finally:
+            self._source.synchronize_thread()
+            # Between the phases of a step there is a moment when none is open, but no work begins and ends in it.
+            if in_a_step or self._is_open(*COUNTED_PHASES):
+                self._add(Span(phase, role, clock, time.perf_counter() - started, None, None))
 
     @contextlib.contextmanager
     def _measured(self, name: str, role: str) -> Iterator[None]:
@@ -315,17 +157,26 @@ class PhaseMeter:
             seconds, peak = before.seconds + usage.seconds, max(before.peak_bytes, usage.peak_bytes)
             book[name] = PhaseUsage(seconds, peak)
         tensors = None if self._tensors is None else closed.tensor_peak_bytes
-        span = Span(closed.name, closed.role, closed.clock, usage.seconds, usage.peak_bytes, tensors)
-        earlier = self._spans.get((closed.name, closed.role))
-        if earlier is not None:
-            both = None if tensors is None else max(tensors, earlier.tensor_peak_bytes or 0)
-            seconds, peak = earlier.seconds + span.seconds, max(earlier.peak_bytes, span.peak_bytes)
-            span = Span(span.phase, span.role, earlier.start, seconds, peak, both)
-        self._spans[closed.name, closed.role] = span
+        self._add(Span(closed.name, closed.role, closed.clock, usage.seconds, usage.peak_bytes, tensors))
+
+    def _add(self, span: Span) -> None:
+        """Note a stretch, with those before it of the same phase and role as one."""
+        key = span.phase, span.role
+        with self._adding:
+            earlier = self._spans.get(key)
+            if earlier is not None:
+                span = span._replace(
+                    start=earlier.start,
+                    seconds=earlier.seconds + span.seconds,
+                    peak_bytes=_larger(earlier.peak_bytes, span.peak_bytes),
+                    tensor_peak_bytes=_larger(earlier.tensor_peak_bytes, span.tensor_peak_bytes),
+                )
+            self._spans[key] = span
 
     def take_spans(self) -> list[Span]:
         """The timeline since the last `take_spans`: phases and roles that were closed, by their start."""
-        spans, self._spans = self._spans, {}
+        with self._adding:
+            spans, self._spans = self._spans, {}
         return sorted(spans.values(), key=lambda span: span.start)
 
     def take(self) -> dict[str, PhaseUsage]:
@@ -340,6 +191,10 @@ class PhaseMeter:
     def current_bytes(self) -> int:
         """Bytes held now."""
         return self._source.current_bytes()
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return max((size for size in (one, other) if size is not None), default=None)
 
 
 class PassCounter:

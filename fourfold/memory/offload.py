@@ -248,6 +248,11 @@ class Residency(Protocol):
         ...
 
     @property
+    def computes_elsewhere(self) -> bool:
+        """Whether it is not computed on the run's device, so that other kernels may round otherwise."""
+        ...
+
+    @property
     def where(self) -> str:
         """Device and tier, for the table of roles."""
         ...
@@ -274,6 +279,12 @@ def is_elsewhere(owner: Any) -> bool:
     """Whether a role (or the role of a reward source) is held by another process."""
     held = residency_of(owner)
     return held is not None and held.elsewhere
+
+
+def computes_elsewhere(owner: Any) -> bool:
+    """Whether a role (or the role of a reward source) is computed on another device or by another process."""
+    held = residency_of(owner)
+    return held is not None and held.computes_elsewhere
 
 
 def resident(owner: Any) -> contextlib.AbstractContextManager[None]:

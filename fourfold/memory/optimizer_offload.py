@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.memory.budget import give_back
+from fourfold.memory.budget import Budget, give_back
 from fourfold.memory.optimizers import States
 from fourfold.memory.stores import as_bytes, layout_of, store_below
 
@@ -104,6 +104,9 @@ class Gradients:
         """Free a complete gradient here, and add it below."""
         gradient, p.grad = p.grad, None
         assert gradient is not None
+        if not self._sums and not len(self._buffer):
+            # Here, not on the thread: what counts live tensors sees those of the thread that it was entered on.
+            self._buffer = torch.empty(self.largest, dtype=torch.float32)
         while len(self._coming) >= WAITING:
             self._coming.popleft().result()
         self._coming.append(self._pool.submit(self._add, p, *self._down(gradient)))
@@ -123,8 +126,6 @@ class Gradients:
     def _add(self, p: nn.Parameter, gradient: Tensor, arrived: Any) -> None:
         if arrived is not None:
             arrived.synchronize()
-        if not self._sums and not len(self._buffer):
-            self._buffer = torch.empty(self.largest, dtype=torch.float32)
         if p in self._norms:
             total = self.read(p, self._buffer).add_(gradient)
         else:
@@ -169,7 +170,9 @@ class OffloadedStates(States):
     While one parameter is stepped, what the next one's step needs is read and what the last one's made goes up.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, folder: Path) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Masters, folder: Path, budget: Budget | None = None
+    ) -> None:
         self._masters = masters
         self._gradients = Gradients(masters.used, folder)
         self._device = masters.used[0].device
@@ -177,7 +180,7 @@ class OffloadedStates(States):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="state-reader")
         self._narrow = {id(m) for p in masters.used if (m := masters.of(p)) is not None}
         self._coefficient = torch.ones(())
-        super().__init__(optimizer, park_in=folder if self._device == HOST else None)
+        super().__init__(optimizer, park_in=folder if self._device == HOST else None, budget=budget)
         give_back()  # what the masters have left
 
     @property
@@ -249,6 +252,7 @@ class OffloadedStates(States):
         with self._resident(master, buffer):
             with self._only(master):
                 self._optimizer.step()
+                self._budget.check()
             master.grad = None
             if master is not p:
                 self._to_device(p, master)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.schema import OptimizerSection
-from fourfold.memory.budget import tensor_bytes
+from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.offload import Parked
 from fourfold.memory.stores import layout_of, store_below
 
@@ -56,8 +56,11 @@ def make_adamw(parameters: list[nn.Parameter], settings: OptimizerSection) -> to
 class States:
     """An optimizer's states: made before the first step, stepped with, saved and loaded, in memory or parked."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, park_in: Path | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, park_in: Path | None = None, budget: Budget | None = None
+    ) -> None:
         self._optimizer = optimizer
+        self._budget = budget or Budget()
         self._parked: dict[nn.Parameter, Parked] = {}
         self._group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         if park_in is None:
@@ -112,10 +115,11 @@ class States:
             self._optimizer.step()
 
     def step_one(self, p: nn.Parameter) -> None:
-        """Step one parameter; its states are in memory meanwhile."""
+        """Step one parameter; its states are in memory meanwhile, and what is resident then is held to the budget."""
         if p.grad is not None:
             with self._resident(p), self._only(p):
                 self._optimizer.step()
+                self._budget.check()
 
     def collect(self, p: nn.Parameter) -> None:
         """The gradient of a parameter is complete; it stays where it is."""

@@ -21,7 +21,7 @@ def resolve_compute(setting: str, device: torch.device) -> str:
     if setting != "auto":
         return setting
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
 
 

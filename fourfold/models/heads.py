@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from fourfold.algorithms.log_probs import Entropy, fused_full_kl, fused_log_probs
+from fourfold.algorithms.log_probs import CHUNK_TOKENS, Entropy, fused_full_kl, fused_log_probs
+from fourfold.memory.budget import Budget
 from fourfold.models.products import linear_few_rows, linear_in_pieces
 
 if TYPE_CHECKING:
@@ -18,20 +19,23 @@ if TYPE_CHECKING:
 class LanguageHead(nn.Module):
     """logits = softcap(hidden @ weight^T + bias); the weight may be the embedding's own tensor."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float, budget: Budget | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.softcap = softcap
+        self.budget = budget or Budget()
         # A product in pieces need not be bit-equal to one over the whole vocabulary, so all roles take the same way: it
         # is theirs where the head that they share is held in fewer bytes than they compute in.
         self.widened_in_pieces = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> LanguageHead:
+    def of(cls, model: PreTrainedModel, budget: Budget | None = None) -> LanguageHead:
         """The head of a transformers causal LM, sharing its tensors."""
         linear: Any = model.get_output_embeddings()
-        return cls(linear.weight, linear.bias, getattr(model.config, "final_logit_softcapping", None) or 0.0)
+        return cls(linear.weight, linear.bias, getattr(model.config, "final_logit_softcapping", None) or 0.0, budget)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
         """Float32 logits of a few positions (sampling); training uses `log_probs`."""
@@ -46,6 +50,10 @@ class LanguageHead(nn.Module):
         """The weight for products in `compute_dtype`, or as it is held where those widen it piece by piece."""
         return self.weight if self.widened_in_pieces else self.weight.to(compute_dtype)
 
+    def _check_room(self, tokens: int, compute_dtype: torch.dtype) -> None:
+        """OverBudget where the chunk of logits has no room that a pass over so many tokens makes."""
+        self.budget.check(min(tokens, CHUNK_TOKENS) * len(self.weight) * compute_dtype.itemsize)
+
     def log_probs(
         self,
         hidden: Float[Tensor, "tokens hidden"],
@@ -56,6 +64,7 @@ class LanguageHead(nn.Module):
         entropy: Entropy,
     ) -> tuple[Float32[Tensor, "tokens"], Float32[Tensor, "tokens"]]:
         """Log-probs of `labels` and entropies, in chunks of tokens; the matrix product runs in `compute_dtype`."""
+        self._check_room(len(hidden), compute_dtype)
         return fused_log_probs(
             hidden.to(compute_dtype),
             self._weight(compute_dtype),
@@ -76,6 +85,7 @@ class LanguageHead(nn.Module):
     ) -> Float32[Tensor, "tokens"]:
         """Exact KL(self, other) of every token over the vocabulary, without gradient; each in its own type."""
         own, others = compute_dtypes
+        self._check_room(len(hidden), own)
         return fused_full_kl(
             hidden.to(own),
             other_hidden.to(others),

@@ -105,13 +105,14 @@ def _matrix_bytes(part: Part) -> int:
 def resolve_model(path: str, cache: Path, key: str = "model.path") -> str:
     """What transformers can load: a folder or a hub id; GGUF files are converted into `cache` first."""
     if path.startswith("package:"):
-        path = str(_file_in_package(path, key))
+        path = str(file_in_package(path, key))
     if path.endswith(".gguf"):
         return str(convert_gguf(Path(path).expanduser(), cache.expanduser(), key))
     return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
 
 
-def _file_in_package(path: str, key: str) -> Path:
+def file_in_package(path: str, key: str) -> Path:
+    """What 'package:MODULE/FILE' names."""
     module, _, name = path.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -293,7 +294,7 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
         tokenizer=tokenizer,
         config=model.config,
         trunk=None if trunk is None else trunk.to(device),
-        policy=Policy(branch, LanguageHead.of(model)).to(device),
+        policy=Policy(branch, LanguageHead.of(model, budget)).to(device),
         shares_head=shared,
         eos_ids=eos_ids,
         # Masks travel with the data, so any valid id may fill the padding, EOS too.

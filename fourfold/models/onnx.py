@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
-from fourfold.memory.budget import give_back
+from fourfold.memory.budget import Budget, give_back
 from fourfold.models.external import External, Outside, TextReader, TorchClassifier, probe, relative_gap
+from fourfold.models.residency import HostResidency
 from fourfold.models.roles import checksum
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,9 @@ _INLINE_BYTES = 1_500_000_000
 class OnnxClassifier(nn.Module):
     """A session of ONNX Runtime on the CPU with as many threads as torch has."""
 
-    def __init__(self, file: Path, content: str) -> None:
+    def __init__(self, file: Path, content: str, budget: Budget | None = None) -> None:
         super().__init__()
+        self._budget = budget or Budget()
         # Stands for the weights in checksums, so that a run does not go on with another model.
         self.register_buffer("content", torch.tensor(list(content.encode()), dtype=torch.uint8))
         import onnxruntime
@@ -64,6 +66,7 @@ class OnnxClassifier(nn.Module):
     def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
         """What the model says of each row."""
         [found] = self._session.run(None, {name: ids.numpy() for name, ids in inputs.items()})
+        self._budget.check()
         return torch.from_numpy(found).float()
 
 
@@ -79,7 +82,7 @@ class _Positional(nn.Module):
         return self.model(**dict(zip(self.names, tensors, strict=True))).logits
 
 
-def run_by_onnx(external: External, cache: Path, engine: str) -> None:
+def run_by_onnx(external: External, cache: Path, engine: str, budget: Budget | None = None) -> None:
     """From here on ONNX Runtime scores instead of torch, whose copy is given back; ValueError where they differ."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(
@@ -91,12 +94,13 @@ def run_by_onnx(external: External, cache: Path, engine: str) -> None:
     rows = probe(external.reader)
     truth = external.scores(rows)
     folder = exported(classifier, external.reader, cache, engine)
-    external.classifier = OnnxClassifier(folder / FILE, content=checksum([classifier]))
+    external.classifier = OnnxClassifier(folder / FILE, checksum([classifier]), budget)
     verify_engine(external.scores(rows), truth, engine, folder)
+    external.residency = HostResidency("cpu, onnxruntime")
     external.outside_torch = Outside(
         parameters=sum(p.numel() for p in classifier.parameters()),
         dtype="int8" if engine == "onnx_int8" else "float32",
-        where="cpu, onnxruntime",
+        where=external.residency.where,
         bytes=sum(file.stat().st_size for file in folder.iterdir()),
     )
     external.take_work()

@@ -56,6 +56,11 @@ class RoleResidency:
         return False
 
     @property
+    def computes_elsewhere(self) -> bool:
+        """It computes where the other roles do."""
+        return False
+
+    @property
     def where(self) -> str:
         """For the table of roles."""
         return f"{self.device}, {'parked on' if self.mode == 'park' else 'streamed from'} {self.tier}"
@@ -124,20 +129,12 @@ class HostResidency:
 
     device = HOST
     elsewhere = False
+    computes_elsewhere = True
 
-    def __init__(self, role: Policy | Scorer | External) -> None:
-        held = (*role.named_parameters(), *role.named_buffers())
-        # Deep copies whose tensors are on the host already; the modules that other roles hold too stay as they are.
-        memo: dict[int, Any] = {id(t): _on_host(t) for _, t in held}
-        for name, module in list(role.named_children()):
-            setattr(role, name, copy.deepcopy(module, memo))
+    def __init__(self, where: str = f"{HOST}, computes there") -> None:
+        self.where = where
         self._depth = 0
         self._seconds = 0.0
-
-    @property
-    def where(self) -> str:
-        """For the table of roles."""
-        return f"{self.device}, computes there"
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
@@ -160,6 +157,13 @@ class HostResidency:
         return {"pass_seconds": seconds, "moved_bytes": 0.0}
 
 
+def _move_to_host(role: Policy | Scorer | External) -> None:
+    """Deep copies whose tensors are on the host already; the modules that other roles hold too stay as they are."""
+    memo: dict[int, Any] = {id(t): _on_host(t) for _, t in (*role.named_parameters(), *role.named_buffers())}
+    for name, module in list(role.named_children()):
+        setattr(role, name, copy.deepcopy(module, memo))
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     moved = tensor.detach().to(HOST)
     return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
@@ -168,6 +172,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 def place(role: Policy | Scorer | External, mode: Mode, own: list[nn.Parameter], folder: Path) -> None:
     """Hold a frozen role as `mode` says from now on; `own` are the tensors that nobody else holds."""
     if mode == "cpu":
-        role.residency = HostResidency(role)
+        _move_to_host(role)
+        role.residency = HostResidency()
     elif mode != "keep" and own:
         role.residency = RoleResidency(mode, role, own, folder)

@@ -211,6 +211,7 @@ class _Decoder:
                 inputs = self._retire(t, ended, inputs)
                 if not len(self._active):
                     break
+        self._caches = []  # the next rows need their room, and so do the log-probs
         return self
 
     def _mask(self, t: int) -> Tensor:

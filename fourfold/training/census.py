@@ -93,7 +93,7 @@ class Census:
         """What ran out, what is resident, and which settings would help most."""
         held = self.held(shortage.resident_bytes)
         proposed = advice(shortage.phase, held, self.config)
-        proposed = proposed[: WHEN_IT_STOPS if shortage.rows <= 1 else WHILE_IT_GOES_ON]
+        proposed = proposed[: WHEN_IT_STOPS if shortage.final else WHILE_IT_GOES_ON]
         helps = "; ".join(map(str, proposed)) or "no setting that is not on; take more memory or a smaller model"
         return f"{shortage}. Resident: {held.describe()}. Would help most: {helps}"
 

@@ -1,4 +1,4 @@
-"""What roles cost that are not kept in memory or score beside sampling, and whether sampling hides it."""
+"""What roles cost that are not kept where the others are or score beside sampling, and whether sampling hides it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Hiding:
             self._ahead.seconds()
 
     def step(self) -> dict[str, float]:
-        """Metrics of a step; none where all roles are kept in memory and score in their own phase."""
+        """Metrics of a step; none where all roles are kept on the run's device and score in their own phase."""
         return self._offload() | self._overlap()
 
     def condition(self, generate_seconds: float) -> str:
@@ -47,7 +47,7 @@ class Hiding:
         )
 
     def _offload(self) -> dict[str, float]:
-        """Seconds and traffic of the roles that are not kept in memory."""
+        """Seconds and traffic of the roles that are not kept where the others are."""
         found = {
             f"{role}_{name}": value for role, held in self._offloaded.items() for name, value in held.take().items()
         }

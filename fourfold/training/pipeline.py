@@ -26,11 +26,13 @@ from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
+from fourfold.training.planned import PLAN, Chosen, choose_levers, note_memory, predict
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import train_sft
 from fourfold.training.texts import TextCache
+from fourfold.training.timeline import Timeline
 
 Say = Callable[[str], None]
 
@@ -86,8 +88,12 @@ def _check_best_metric(config: RunConfig) -> None:
 def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
     """Refuse a stage that lacks the model it starts from, before one is loaded and the folder is taken."""
     reward = config.reward
+    if config.sft.checkpoint:
+        allowed = "the folder sft/model of a run, a checkpoint of its stage sft, or a LoRA adapter of peft"
+        _check_stored(config, "policy", "sft.checkpoint", Path(config.sft.checkpoint).expanduser(), allowed)
     if reward.source == "checkpoint":
-        _check_stored_scorer(config, Path(reward.checkpoint).expanduser())
+        allowed = "the folder reward/model of a run, or a checkpoint of its stage reward"
+        _check_stored(config, "scorer", "reward.checkpoint", Path(reward.checkpoint).expanduser(), allowed)
     elif "ppo" in config.stages and folder.finished("ppo") is None and "reward" not in config.stages:
         reward_model(config, folder)
     if _reward_lacks_sft(config, folder) and is_given(config, "reward.init"):
@@ -97,45 +103,45 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
         )
 
 
-def _check_stored_scorer(config: RunConfig, folder: Path) -> None:
-    """Whether a folder holds a reward model for this run's model and cut, by its record; weights are not read."""
+def _check_stored(config: RunConfig, kind: str, key: str, folder: Path, allowed: str) -> None:
+    """Whether a folder holds such a role for this run's model and cut, by its record; weights are not read."""
     try:
-        stored_tensors(folder, record_for(config, "scorer"))
+        stored_tensors(folder, record_for(config, kind))
     except ValueError as error:
-        raise ValueError(
-            f"reward.checkpoint: {error}; allowed: the folder reward/model of a run, or a checkpoint of its stage "
-            "reward"
-        ) from error
+        raise ValueError(f"{key}: {error}; allowed: {allowed}") from error
 
 
 def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
     """Whether a reward model that is to start from the sft model finds none."""
     trains = "reward" in config.stages and config.reward.source == "train" and folder.finished("reward") is None
-    has_sft = "sft" in config.stages or folder.finished("sft") is not None
+    has_sft = "sft" in config.stages or sft_model(config, folder) is not None
     return trains and config.reward.init == "sft" and not has_sft
 
 
 def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     """Carry out `config.stages` in the run's folder; returns (and writes) the summary."""
-    config = prepare(config)
     folder = RunFolder(Path(config.output).expanduser())
+    chosen = choose_levers(config, folder, say)
+    config = prepare(chosen.config)
     _check_what_stages_start_from(config, folder)
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
     folder.require_same_settings(config)
     records = read_records(config.model_copy(update={"stages": tuple(todo)}))
-    for warning in precision_warnings(config):
-        say(f"warning: {warning}")
+    for line in (*chosen.lines, *(f"warning: {warning}" for warning in precision_warnings(config))):
+        say(line)
     for stage in config.stages:
         if stage not in todo:
             say(f"{stage}: finished earlier, skipped")
     if todo:
-        _carry_out(config, folder, todo, records, say)
+        _carry_out(config, chosen, folder, todo, records, say)
     summary = summarise_run(config, folder)
     folder.write_json(SUMMARY, summary)
     return summary
 
 
-def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: Records, say: Say) -> None:
+def _carry_out(
+    config: RunConfig, chosen: Chosen, folder: RunFolder, todo: list[str], records: Records, say: Say
+) -> None:
     if _reward_lacks_sft(config, folder):
         say("reward.init: there is no stage sft, so the reward model starts from the base model")
     meter = PhaseMeter(device_of(config), count_tensors=config.memory.count_tensors)
@@ -143,22 +149,27 @@ def _carry_out(config: RunConfig, folder: RunFolder, todo: list[str], records: R
         base = load_base(config)
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
+    chosen.save(folder)
+    Timeline(folder.root).spans("", 0, meter.take_spans())
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
+        predicted = predict(config, inputs.prompts)
+        say(predicted.said)
     if "sft" in todo:
         _stage(
             config,
             folder,
             meter,
             "sft",
-            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft")),
+            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft"), say),
         )
     if "reward" in todo:
-        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
+        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder, say))
     if "ppo" in todo:
-        stores = Stores(sft_model(folder), reward_model(config, folder))
+        stores = Stores(sft_model(config, folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
+        note_memory(predicted, folder)
 
 
 def planned_ppo(config: RunConfig, prompts: int) -> str:
@@ -174,7 +185,7 @@ def planned_ppo(config: RunConfig, prompts: int) -> str:
     )
 
 
-def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
+def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder, say: Say) -> dict[str, Any]:
     if config.reward.source != "train":
         return {"source": config.reward.source}
     return train_reward(
@@ -184,8 +195,9 @@ def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) ->
         inputs.pairs,
         inputs.pairs_test,
         inputs.texts,
-        sft_model(folder),
+        sft_model(config, folder),
         folder.stage("reward"),
+        say,
     )
 
 
@@ -194,14 +206,19 @@ def _stage(
 ) -> None:
     _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
     folder.note_spent(meter.totals())
+
+    def note() -> None:
+        folder.note_spent(meter.totals())
+        Timeline(folder.root).spans(name, 0, meter.take_spans())
+
     try:
         with meter.phase(name):
             metrics = work()
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
-            folder.note_spent(meter.totals())
+            note()
         raise
-    folder.note_spent(meter.totals())
+    note()
     folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})
 
 
@@ -222,4 +239,6 @@ def summarise_run(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
     order = [name for name in ("load", "sft", "reward", "ppo", *TIMED_PHASES) if name in spent]
     summary["seconds"] = {name: spent[name].seconds for name in order}
     summary["peak_bytes"] = {name: spent[name].peak_bytes for name in order}
+    if (plan := folder.read_json(PLAN)) is not None and "memory" in plan:
+        summary["memory"] = plan["memory"]
     return summary

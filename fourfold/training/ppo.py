@@ -13,6 +13,7 @@ from torch import nn
 
 from fourfold.backends.local import LocalOptimizer
 from fourfold.backends.scaling import LossScale
+from fourfold.config.checks import reference_at_llama_cpp
 from fourfold.config.schema import MemorySection, OptimizerSection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
@@ -39,7 +40,7 @@ from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.rows import TIMED_PHASES
-from fourfold.training.services import reference_at_service, reward_at_service
+from fourfold.training.services import reference_at_llama_server, reference_at_service, reward_at_service
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
@@ -93,7 +94,8 @@ def build_trainer(
     )
     _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
-    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget)
+    in_backward = config.memory.optimizer_in_backward
+    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget, in_backward=in_backward)
     census = _census(config, models, learner)
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
@@ -145,7 +147,9 @@ def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
 
 def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
     """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
-    if config.reference.residency == "service":
+    if reference_at_llama_cpp(config):
+        models.reference = reference_at_llama_server(config, models.base, models.actor)
+    elif config.reference.residency == "service":
         models.reference = reference_at_service(config, models.base, models.reference, models.actor)
     else:
         place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
@@ -174,6 +178,7 @@ def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
         "memory": memory,
         "folder": folder,
         "loss_scale": LossScale.of(config.precision, models.base.budget.device),
+        "budget": models.base.budget,
     }
 
     def optimizer(name: str, module: nn.Module, settings: OptimizerSection, total_steps: int) -> LocalOptimizer:
@@ -213,7 +218,7 @@ def train_ppo(
     with meter.phase("load"):
         models = assemble(config, base, stores.sft, stores.reward)
     reward = reward_source(config, models)
-    stage, timeline = folder.stage("ppo"), list[Timeline]()
+    stage, timeline = folder.stage("ppo"), Timeline(folder.root)
     with stage_progress("ppo", config.ppo.steps, unit="steps") as progress:
         trainer = build_trainer(
             config,
@@ -226,15 +231,16 @@ def train_ppo(
             (
                 lambda _, row: progress.advance(1, note=_note(row)),
                 lambda _, row: _note_spent(folder, meter, started),
-                lambda step, _: timeline[0].note(step, meter.take_spans()),
+                lambda step, _: timeline.spans("ppo", step, meter.take_spans()),
                 *callbacks,
             ),
         )
         progress.advance(trainer.progress.step)
-        resident = {row.model: row.resident_bytes for row in role_rows(models)}
-        timeline.append(Timeline(stage, step=trainer.progress.step, resident=resident))
+        timeline.go_on_from(trainer.progress.step)
+        sizes = {row.model: row.resident_bytes for row in role_rows(models)}
+        timeline.resident("ppo", trainer.progress.step, sizes)
         try:
-            _check_and_run(trainer, folder, meter, say)
+            _check_and_run(trainer, folder, timeline, say)
         finally:
             for tracker in trainer.trackers:
                 tracker.close()
@@ -244,11 +250,13 @@ def train_ppo(
     return {name: folder.read_json(f"ppo/{name}.json") for name in ("before", "after")}
 
 
-def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: Say) -> None:
+def _check_and_run(trainer: Trainer, folder: RunFolder, timeline: Timeline, say: Say) -> None:
+    meter = trainer.meter
     for warning in trainer.store.warnings:
         say(f"warning: {warning}")
     say(describe_roles(trainer))
-    report = trainer.check().with_stored(folder.read_json("ppo/preflight.json"))
+    with meter.phase("preflight"):
+        report = trainer.check().with_stored(folder.read_json("ppo/preflight.json"))
     say(report.describe())
     if (warning := report.warning()) is not None:
         say(f"warning: {warning}")
@@ -257,8 +265,9 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, meter: PhaseMeter, say: 
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
-    meter.take_spans()
+    timeline.spans("ppo", 0, meter.take_spans())
     trainer.run()
+    timeline.spans("ppo", trainer.progress.step, meter.take_spans())
     sampled = meter.totals().get("generate")
     if sampled is not None and (said := trainer.accountant.hiding.condition(sampled.seconds)):
         say(said)

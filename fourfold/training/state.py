@@ -15,6 +15,7 @@ from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import load_own_tensors, own_tensors
 from fourfold.training.checkpoint import Checkpoint, flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from fourfold.training.experience import Shaping, shape_scores
 from fourfold.training.learner import Learner
 
 
@@ -44,6 +45,11 @@ class Progress:
                 horizon=settings.kl_horizon,
                 num_sequences=len(scored.sequences),
             )
+
+    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> float:
+        """Of responses that were scored before the first step: where a new value head starts."""
+        shaping = Shaping(self.kl_coef, self.moments.update(scored.scores))
+        return float(shape_scores(scored, settings, shaping).mean())
 
     def is_best(self, value: float, mode: str) -> bool:
         """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""

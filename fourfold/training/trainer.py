@@ -27,7 +27,7 @@ from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
 from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
-from fourfold.training.preflight import Preflight, preflight
+from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
 from fourfold.training.state import Progress, collect, restore
@@ -71,18 +71,17 @@ class Trainer:
 
     def check(self) -> Preflight:
         """Pre-flight on the prompts of the coming step; a new critic head also learns the mean score here."""
-        fresh, random_state = self.progress.step == 0, rng_state()
-        prompts = self.prompts.batch(self.progress.step)
-        if not (fresh and self.config.precision.reference_differs):  # a bias is a mean over a whole rollout
-            prompts = prompts.first(self.sizes.actor.size)
-        rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
+        step, random_state = self.progress.step, rng_state()
+        prompts, fresh, bias = self.prompts.batch(step), step == 0, None
+        if fresh and reference_differs(self.models, self.config):  # a bias is a mean over a whole rollout
+            bias = ReferenceBias.measured(self._score(*self.sampler.generate(prompts, policy_version=step))[0])
+        rollout, activations = self.sampler.generate(prompts.first(self.sizes.actor.size), policy_version=step)
         scored, valid = self._score(rollout, activations)
         if fresh and self.config.critic.init != "reward" and bool(valid.any()):
             scored_well = scored.select(valid.nonzero()[:, 0])
-            shaping = Shaping(self.progress.kl_coef, self.progress.moments.update(scored_well.scores))
-            set_new_head_bias(self.models.critic, float(shape_scores(scored_well, self.config.ppo, shaping).mean()))
+            set_new_head_bias(self.models.critic, self.progress.mean_shaped_score(scored_well, self.config.ppo))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
-        return preflight(self.models, scored, activations, self.config, fresh=fresh, size=self.sizes.actor)
+        return preflight(self.models, scored, activations, self.config, bias, fresh=fresh, size=self.sizes.actor)
 
     def run(self) -> None:
         """Steps to the end; a stop request or a finished run leaves a checkpoint behind."""
@@ -163,10 +162,10 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Held-out prompts under the actor as it is now, always with the same random numbers."""
-        if self.evaluation_prompts is None:
+        if (prompts := self.evaluation_prompts) is None:
             raise ValueError("no held-out prompts: give data.prompts_test")
-        rollout, activations = self.sampler.generate(self.evaluation_prompts, policy_version=self.progress.step)
-        scored, valid = self._score(rollout, activations)
+        with self.meter.phase("evaluate"):
+            scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
         scored = scored.select(valid.nonzero()[:, 0])

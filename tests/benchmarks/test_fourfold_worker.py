@@ -9,12 +9,16 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from benchmarks.fourfold_worker import main
+from benchmarks.lever_rows import difference
 from benchmarks.worker import PHASES, WorkerReport, read_report
+from fourfold.batch_files import read_batch
 from tiny import tiny_directory
 
 
 def work(folder: Path, sharing: str, capsys: pytest.CaptureFixture[str], *more: str) -> WorkerReport:
-    model, prompts = tiny_directory(folder / "model", layers=6), folder / "prompts.jsonl"
+    model, prompts = folder / "model", folder / "prompts.jsonl"
+    if not model.is_dir():
+        tiny_directory(model, layers=6)
     prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcd"), encoding="utf-8")
     shape = {"prompt-tokens": 1, "new-tokens": 3, "batch": 4, "epochs": 1, "updates": 2, "threads": 1, "seed": 0}
     arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
@@ -56,3 +60,25 @@ def test_what_an_update_moves_is_sampled_and_peaks_have_a_phase(
     monkeypatch.setattr("benchmarks.fourfold_worker.SAMPLE", 1000)
     part = work(tmp_path / "part", "trunk", capsys)
     assert len(part.moves()) == 1000 and set(part.moves()) <= set(whole.moves())
+
+
+def test_both_sides_learn_from_the_responses_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = work(tmp_path, "none", capsys)
+    drew = work(tmp_path, "none", capsys, "--responses", "drawn.parquet")
+    assert drew.weights == own.weights and drew.log_prob_gap == 0.0  # a pass over given tokens is that over drawn ones
+    responses = read_batch(tmp_path / "drawn.parquet")
+    rounding = ("--set", "precision.compute=bfloat16", "--responses", "drawn.parquet")
+    rounded = work(tmp_path, "none", capsys, *rounding)
+    assert 0 < rounded.log_prob_gap < 0.1
+    assert rounded.response_tokens_per_update[0] == int(responses.response_mask.sum())
+    assert 0 < difference(drew.moves(), rounded.moves()) < 0.5
+
+
+def test_a_role_at_a_service_is_asked_of_a_process_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = work(tmp_path, "none", capsys)
+    away = work(tmp_path, "none", capsys, "--set", "reference.residency=service", "--set", "reward.residency=service")
+    assert away.weights == kept.weights and away.moves() == kept.moves()
+    assert (kept.service_peak_mib, away.resident_mib["reference"], away.resident_mib["reward"]) == (0.0, 0.0, 0.0)
+    assert away.service_peak_mib > 50

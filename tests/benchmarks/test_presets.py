@@ -12,14 +12,14 @@ from benchmarks.presets import UNITS, counted_bytes, figures, measured, preset_o
 from benchmarks.results import Result
 
 
-def summary(judge: float, seconds: float, counted: int = 0) -> dict[str, Any]:
+def summary(judge: float, seconds: float, counted: dict[str, int] | None = None) -> dict[str, Any]:
     return {
         "before": {"judge_mean": 0.1, "score_mean": -0.5, "distinct_2": 0.8},
         "after": {"judge_mean": judge, "score_mean": 1.0, "distinct_2": 0.6, "kl_per_sequence": 7.0},
         "reward_model": {"pair_accuracy": 0.9},
         "seconds": {"load": 99.0, "sft": 10.0, "reward": 20.0, "ppo": seconds, "generate": 5.0},
         "peak_bytes": {"load": 2**20, "ppo": 3 * 2**20},
-        "counted_bytes": counted,
+        "counted_bytes": counted or {},
     }
 
 
@@ -32,10 +32,11 @@ def test_a_run_is_named_after_its_file_and_its_seed() -> None:
 
 
 def test_gains_are_after_less_before_and_seconds_are_those_of_the_stages() -> None:
-    found = measured(summary(0.6, 30.0, counted=2**21))
+    found = measured(summary(0.6, 30.0, {"load": 2**23, "sft": 2**22, "reward": 2**22, "ppo": 2**21}))
     assert found == {
         "judge": pytest.approx(0.5), "score": 1.5, "KL": 7.0, "distinct-2": pytest.approx(0.75), "pairs": 0.9,
-        "seconds": 60.0, "peak": 3.0, "tensors": 2.0,
+        "seconds": 60.0, "peak": 3.0, "tensors": 2.0, "tensors in load": 8.0, "tensors in sft": 4.0,
+        "tensors in reward": 4.0,
     }  # fmt: skip
     assert found.keys() == UNITS.keys()
 
@@ -54,9 +55,14 @@ def test_a_row_has_the_median_over_the_seeds_and_the_range_where_they_differ() -
     assert cells[-2] == "-", "no tensors were counted"
 
 
-def test_the_most_live_bytes_of_any_step_are_found(tmp_path: Path) -> None:
-    spans = ({}, {"tensor_peak_bytes": 5}, {"tensor_peak_bytes": 7}, {"tensor_peak_bytes": None})
-    rows = [{"kind": "span", "step": step, **span} for step, span in enumerate(spans)]
-    (tmp_path / "ppo").mkdir()
-    (tmp_path / "ppo" / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert counted_bytes(tmp_path) == 7
+def test_the_most_live_bytes_are_found_by_what_ran(tmp_path: Path) -> None:
+    """Loading is no part of ppo's figure, though the stage's own line holds both."""
+    spans = (
+        ("", 0, "load", 9), ("sft", 0, "sft", 4), ("ppo", 0, "load", 11), ("ppo", 0, "preflight", 6),
+        ("ppo", 1, "score", None), ("ppo", 1, "learn", 7), ("ppo", 2, "learn", 5), ("ppo", 0, "ppo", 11),
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = [{"kind": "resident", "stage": "ppo", "step": 0, "actor": 99}]
+    names = ("stage", "step", "phase", "tensor_peak_bytes")
+    rows += [{"kind": "span", "role": "", **dict(zip(names, span, strict=True))} for span in spans]
+    (tmp_path / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert counted_bytes(tmp_path) == {"load": 11, "sft": 4, "ppo": 7}

@@ -59,7 +59,7 @@ def test_version() -> None:
     ("arguments", "text"),
     [
         ([], "usage: fourfold"),
-        (["rnu"], "unknown command 'rnu'; did you mean 'run'? allowed: init, data, run"),
+        (["rnu"], "unknown command 'rnu'; did you mean 'run'? allowed: init, data, plan, run"),
         (["zzz"], "unknown command 'zzz'; allowed: init"),
         (["--colour"], "fourfold: error"),
         (["init", "a.toml", "--forc"], "unrecognized arguments: --forc"),

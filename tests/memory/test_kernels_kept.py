@@ -1,4 +1,4 @@
-"""What products in bfloat16 leave behind is bounded, in a process of its own: the libraries read their settings once."""
+"""What products in bfloat16 leave behind is bounded; in processes of their own, as libraries read settings once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 GROWTH = """
 import torch
 from fourfold.memory.budget import keep_few_kernels
-from fourfold.memory.meter import resident_bytes_reader
+from fourfold.memory.peaks import resident_bytes_reader
 
 keep_few_kernels()
 weight, resident = torch.zeros(1536, 576, dtype=torch.bfloat16), resident_bytes_reader()

@@ -10,16 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.memory import meter as meter_module
-from fourfold.memory.meter import (
-    CudaPeak,
-    KernelPeak,
-    PassCounter,
-    PhaseMeter,
-    SampledPeak,
-    peak_source,
-    resident_bytes_reader,
-)
+from fourfold.memory import peaks
+from fourfold.memory.meter import PassCounter, PhaseMeter
+from fourfold.memory.peaks import CudaPeak, KernelPeak, SampledPeak, peak_source, resident_bytes_reader
 
 CPU = torch.device("cpu")
 SIZE = 200 * 2**20
@@ -105,6 +98,8 @@ class ScriptedMemory:
     def stop(self) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def synchronize_thread(self) -> None: ...
 
     def reset(self) -> None:
         self.high = self.level
@@ -200,7 +195,7 @@ def test_current_bytes_follow_an_allocation() -> None:
 
 
 def test_sampling_is_the_fallback_where_the_peak_cannot_be_reset(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(meter_module, "_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    monkeypatch.setattr(peaks, "_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
     assert isinstance(peak_source(CPU), SampledPeak)
 
 

@@ -91,7 +91,7 @@ def test_memory_is_given_back_to_the_system(tmp_path: Path) -> None:
     program = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from fourfold.memory.meter import resident_bytes_reader\n"
+        "from fourfold.memory.peaks import resident_bytes_reader\n"
         "from fourfold.memory.offload import Parked\n"
         "from fourfold.memory.stores import layout_of, store_below\n"
         "rss = resident_bytes_reader()\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from fourfold.backends.local import LocalOptimizer
 from fourfold.config.schema import MemorySection, OptimizerSection
 from fourfold.memory.optimizer_offload import OffloadedStates
+from fourfold.memory.tensors import LiveTensors
 from fourfold.models.roles import Policy, Scorer, make_trainable
 from fourfold.training.checkpoint import flatten_optimizer, restore_optimizer
 from tiny_roles import activations_of, tiny_base, tiny_rollout
@@ -86,6 +88,20 @@ def test_the_device_holds_narrow_matrices_and_no_gradient_or_moment(tmp_path: Pa
     for name, p in policy.named_parameters():
         assert torch.equal(p, masters[name].to(p.dtype)), name
     assert any(not torch.equal(masters[name].bfloat16().float(), masters[name]) for name in masters)
+
+
+def test_the_buffer_of_the_sums_is_seen_where_live_tensors_are_counted(tmp_path: Path) -> None:
+    """It is the most that is left of the gradients in memory: float32, as large as the largest parameter."""
+    base, policy = trained_policy(tmp_path, "llama")
+    adam = optimizer(policy, tmp_path / "below", "offload")
+    largest = max(p.numel() for p in policy.parameters() if p.requires_grad)
+    with LiveTensors() as live:
+        before = live.bytes
+        passes(base, policy, adam, 0)
+        gc.collect()
+        assert 4 * largest <= live.bytes - before < 4 * largest + 1024
+        adam.discard()
+        assert live.bytes - before < 1024
 
 
 def test_gradients_that_are_dropped_leave_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fourfold.memory.budget import Budget
+from fourfold.memory.budget import Budget, OverBudget
 from fourfold.models.external import External, TorchClassifier, load_external, probe, relative_gap
 from fourfold.models.onnx import BOUNDS, FILE, OnnxClassifier, exported, run_by_onnx
 from fourfold.models.roles import checksum
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, family: str, engine: str) -> External:
-    label = {"label": {"YES": 1.0, "NO": -0.5}} if family == "bert" else {}
+    label: dict[str, Any] = {"label": {"YES": 1.0, "NO": -0.5}} if family == "bert" else {}
     return load_external(config_for(folder / family, engine=engine, **label), Budget())
 
 
@@ -82,6 +82,16 @@ def test_an_engine_scores_like_torch_within_its_bound(folder: Path, family: str,
     assert outside.dtype == ("float32" if engine == "onnx" else "int8")
     names = {path.name.rpartition("-")[0] for path in (folder / "cache").iterdir()}
     assert engine in names and not any(name.startswith(".partial") for name in names)
+
+
+def test_a_pass_of_the_engine_is_held_to_the_budget(folder: Path) -> None:
+    """Its memory is no tensor of torch's: what is resident after a pass says whether there was room."""
+    model, budget = loaded(folder, "bert", "onnx"), Budget()
+    run_by_onnx(model, folder / "cache", "onnx", budget)
+    scores(model)
+    budget.bytes = 1
+    with pytest.raises(OverBudget, match="GiB are resident"):
+        scores(model)
 
 
 def test_an_export_is_found_again_and_belongs_to_its_weights(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ is not refused, and a set is held to all that its members promise:
 
 * the run with all of the set is bit for bit the run with only those that are not exact (at most two);
 * that run lies within the sum of their bounds of the run without them (levers that train other parameters stay), where
-  nothing but these levers says what the runs stand on: a bound for float32 is none for bfloat16.
+  nothing but these levers says what the runs stand on: a bound for float32 is none for bfloat16. Both learn from the
+  responses of the run without them. Where weights are held in fewer bits, it is the run of the same rounded weights in
+  float32 that has to be so near, and that one within the sum of `rounding` of the run of the weights as they were.
 
 A set proves a pair only on the pair's own baseline: nothing is in the set that asks for other settings beside it, and
 nothing inexact but the pair itself. So a set is one choice of baseline and of inexact levers, and as many exact ones as
@@ -17,7 +19,9 @@ in a process.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,8 +33,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.replay import Replay
 from fourfold.config import ConfigError
-from fourfold.planner.levers import LEVERS, Lever, lever
+from fourfold.memory.quantization import dequantize
+from fourfold.models.assembly import FourModels
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS, lever
 from training.runs import (
     by_function,
     by_model,
@@ -44,8 +52,10 @@ from training.runs import (
 from training.served import at_service, hosted_roles, listening
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
-MECHANISMS = [each for each in LEVERS if each.change != "other parameters"]
-PAIRS = list(itertools.combinations(LEVERS, 2))
+# Without those whose package is not installed.
+HERE = [each for each in LEVERS if not each.package or importlib.util.find_spec(each.package)]
+MECHANISMS = [each for each in HERE if each.change != "other parameters"]
+PAIRS = list(itertools.combinations(HERE, 2))
 EXCLUDED = [(one, other) for one, other in PAIRS if other.name in one.excludes]
 Weights = dict[str, torch.Tensor]
 Set = tuple[Lever, ...]
@@ -91,8 +101,8 @@ def together() -> list[Set]:
     for pair in PAIRS:
         if shown(pair) <= left:
             chosen = pair
-            for each in LEVERS:
-                wider = tuple(other for other in LEVERS if other in chosen or other is each)
+            for each in HERE:
+                wider = tuple(other for other in HERE if other in chosen or other is each)
                 allowed = all(each.name not in other.excludes for other in chosen)
                 if allowed and context(wider) == context(pair) and (shown(wider) - shown(chosen)) & left:
                     chosen = wider
@@ -162,7 +172,9 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(stored), "function": None}})
     away = tuple(role for role in ("reference", "reward") if given.get(f"{role}.residency") == "service")
     if away:
-        kept = merged(tree, nested({key: value for key, value in given.items() if not key.endswith(".residency")}))
+        kept = merged(
+            tree, nested({key: value for key, value in given.items() if not key.endswith((".residency", ".engine"))})
+        )
         tree = at_service(tree, SERVICES.url(kept, away), *away)
     return merged(tree, nested(given))
 
@@ -172,11 +184,21 @@ def moved(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) -> t
     return moved_by(json.dumps(tree_with(folder, levers, compared)))
 
 
+def responses_of(folder: Path, tree: Mapping[str, Any]) -> Path:
+    """Where the responses lie that a run with these settings draws, once it has."""
+    return folder / f"{hashlib.sha256(json.dumps(tree).encode()).hexdigest()}.parquet"
+
+
 @cache
-def moved_by(tree: str) -> tuple[Weights, Weights]:
-    """`moved` by these settings."""
+def moved_by(tree: str, responses: Path | None = None, *, widened: bool = False) -> tuple[Weights, Weights]:
+    """`moved` by these settings: on the responses in a file, and `widened` by weights that are no more held in fewer
+    bits than in float32, where their numbers stay the rounded ones."""
     trainer = make_trainer(make_config(json.loads(tree)))
     give_value_head(trainer.models)
+    if responses is not None:
+        trainer.sampler = Replay(trainer, responses)
+    if widened:
+        widen(trainer.models)
     roles: dict[str, nn.Module] = {"actor": trainer.models.actor, "critic": trainer.models.critic}
     if trainer.models.trunk is not None:
         roles["trunk"] = trainer.models.trunk
@@ -184,6 +206,13 @@ def moved_by(tree: str) -> tuple[Weights, Weights]:
     trainer.step()
     after = {f"{role}.{name}": w for role, module in roles.items() for name, w in weights_of(module).items()}
     return before, after
+
+
+def widen(models: FourModels) -> None:
+    """Every quantised layer becomes a plain one with the numbers that its codes stand for."""
+    for module in (models.base.trunk, models.actor, models.critic, models.reference, models.reward):
+        if isinstance(module, nn.Module):
+            dequantize(module)
 
 
 def difference(base: tuple[Weights, Weights], other: tuple[Weights, Weights]) -> float:
@@ -221,16 +250,29 @@ def check(folder: Path, having: Sequence[Lever]) -> None:
     rest = inexact(having)
     exact = [each for each in having if each not in rest]
     bounded = [each for each in rest if each in MECHANISMS]
-    without = moved(folder, rest, having)
     if exact:
+        without = moved(folder, rest, having)
         assert bit_equal(without, moved(folder, having, having)), (
             f"not exact beside {[each.name for each in rest]}: {culprits(folder, rest, exact, having)}"
         )
     if bounded and baseline(having) == baseline(bounded):
-        base = moved(folder, [each for each in rest if each.name in SHARING], having)
-        trunk = over_a_trunk(tree_with(folder, having, having))
-        bound = sum(each.bound_over(trunk=trunk) for each in bounded)
-        assert difference(base, without) <= bound if bound else bit_equal(base, without)
+        check_bounds(folder, having, rest, bounded)
+
+
+def check_bounds(folder: Path, having: Sequence[Lever], rest: Sequence[Lever], bounded: Sequence[Lever]) -> None:
+    """The `bounded` of `rest` change an update on the same responses no more than they declare."""
+    plain = tree_with(folder, [each for each in rest if each.name in SHARING], having)
+    responses = responses_of(folder, plain)
+    base, ours = moved_by(json.dumps(plain), responses), json.dumps(tree_with(folder, rest, having))
+    rounding = [each for each in bounded if each.rounding]
+    if rounding:
+        kept = [each for each in rest if each in rounding or each.name in SHARING]
+        rounded = moved_by(json.dumps(tree_with(folder, kept, having)), responses, widened=True)
+        assert 0 < difference(base, rounded) <= sum(each.rounding for each in rounding)
+        base = rounded
+    bound = sum(each.bound_over(trunk=over_a_trunk(json.loads(ours))) for each in bounded)
+    changed = moved_by(ours, responses)
+    assert difference(base, changed) <= bound if bound else bit_equal(base, changed)
 
 
 @pytest.fixture(scope="module")
@@ -269,5 +311,6 @@ def test_levers_are_declared_once_and_lie_where_they_say() -> None:
     for each in LEVERS:
         importlib.import_module(each.where)
         assert (each.change == "bounded") == (each.bound > 0)
+        assert not each.rounding or each.bound < each.rounding < 2**0.5  # that of updates with nothing in common
         for name in each.excludes:
             assert each.name in lever(name).excludes

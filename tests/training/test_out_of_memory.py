@@ -156,6 +156,67 @@ def test_at_one_row_the_run_stops_and_says_what_is_resident_and_what_would_help(
     assert all(p.grad is None for p in trainer.models.actor.parameters())
 
 
+IN_BACKWARD = {"memory.optimizer_in_backward": True}
+
+
+def break_backward(module: nn.Module) -> None:
+    """The backward pass of a layer runs out of memory; what lies above it has had its own."""
+
+    def fail(gradient: Tensor) -> None:
+        raise MemoryError
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            (output if isinstance(output, Tensor) else output[0]).register_hook(fail)
+
+    module.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("role", ["critic", "actor"])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_pass_that_steps_is_not_done_again_and_the_run_says_why(
+    scene: Scene, caplog: pytest.LogCaptureFixture, role: str, stepped: bool
+) -> None:
+    sizes = {"rollout_batch_size": 8, "mini_batch_size": 4, "micro_batch_size": 4, "max_grad_norm": 0.0}
+    changes = IN_BACKWARD | {f"ppo.{key}": value for key, value in sizes.items()} | {"critic.max_grad_norm": 0.0}
+    trainer = scene.trainer(scene.config("ppo", changes))
+    branch = getattr(trainer.models, role).branch
+    if stepped:
+        break_backward(branch.layers[-2])
+    else:
+        break_passes(branch, MemoryError, first=0, backward=False, grad=True)
+    before = weights_of(branch)
+    with pytest.raises(RunFailed) as caught:
+        trainer.step()
+    text = str(caught.value)
+    assert f"learn: memory ran out in the {role}'s pass over 4 rows (MemoryError)" in text
+    assert all(word in text for word in ("trunk ", "actor ", "optimizer states ", "Would help most: "))
+    assert "ppo.mini_batch_size = ppo.micro_batch_size = 2, in a new output folder" in text
+    assert text.count("the last good checkpoint is kept") == 1
+    assert "optimizer_in_backward = false" not in text, "that would need more"
+    moved = sum(not torch.equal(before[name], tensor) for name, tensor in weights_of(branch).items())
+    said = re.search(rf"(\d+) of the \d+ parameters of the {role} had been stepped .* cannot go on from here", text)
+    assert bool(said) == bool(moved) == stepped
+    assert getattr(trainer.sizes, role).size == 4 and "done again" not in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_nor_is_the_batch_of_a_supervised_stage_that_steps(scene: Scene, stage: str, monkeypatch: Any) -> None:
+    module, name = (supervised, "nll_sum") if stage == "sft" else (reward_model, "pair_margins")
+    plain = getattr(module, name)
+
+    def fails(role: Any, *args: Any) -> Any:
+        break_backward(role.branch.layers[-2])
+        return plain(role, *args)
+
+    monkeypatch.setattr(module, name, fails)
+    changes = {f"{stage}.batch_size": 4, f"{stage}.micro_batch_size": 4, f"{stage}.max_grad_norm": 0.0}
+    with pytest.raises(RunFailed) as caught:
+        scene.supervised(scene.config(stage, IN_BACKWARD | changes))
+    assert f"{stage}.batch_size = {stage}.micro_batch_size = 2, in a new output folder" in str(caught.value)
+    assert "had been stepped when its backward pass was broken off" in str(caught.value)
+
+
 def test_another_runtime_error_is_no_shortage(scene: Scene) -> None:
     assert not ran_out(RuntimeError("shapes cannot be multiplied"))
     trainer = trainer_for(scene)

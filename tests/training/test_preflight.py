@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,17 @@ import torch
 from torch import nn
 
 from fourfold.batch import ScoredRollout
+from fourfold.config import ConfigError, dump_toml
+from fourfold.config.checks.precision import precision_warnings
 from fourfold.errors import RunFailed
-from fourfold.training.preflight import ReferenceBias
+from fourfold.models.residency import place
+from fourfold.training.preflight import BOUNDS, ReferenceBias
 from fourfold.training.trainer import Trainer
+from tiny import tiny_directory
 from tiny_roles import tiny_rollout
+from training.kernels import computed_within, onednn_multiplies_bfloat16, sums_in_two_parts, without_onednn
 from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, settings
+from training.served import at_service, hosted_roles, listening
 
 
 def trainer_for(folder: Path, family: str = "gpt2", sharing: str = "trunk", **changes: Any) -> Trainer:
@@ -57,6 +64,92 @@ def test_another_reference_is_noticed(tmp_path: Path) -> None:
         trainer.check()
 
 
+@pytest.mark.parametrize("kernels", ["sums in two parts", "without oneDNN"])
+@pytest.mark.parametrize("sharing", ["trunk", "none", "adapters"])
+def test_a_reference_on_the_host_may_round_otherwise_and_the_bias_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: str, kernels: str
+) -> None:
+    """The host stands for itself here; in bfloat16 its kernels put the KL beyond what the same ones are allowed."""
+    if kernels == "without oneDNN" and not onednn_multiplies_bfloat16():
+        pytest.skip("torch computes without oneDNN here anyway")
+    tiny_directory(tmp_path / "llama", hidden=256 if kernels == "without oneDNN" else 32)
+    changes = {"precision": {"compute": "bfloat16"}, "sampling": {"max_new_tokens": 12}}
+    ppo = {"rollout_batch_size": 16, "mini_batch_size": 16, "micro_batch_size": 8}
+    trainer = trainer_for(tmp_path, "llama", sharing, **changes, ppo=ppo)
+    reference = trainer.models.reference
+    place(reference, "cpu", trainer.models.own_parameters(reference), tmp_path)
+    assert trainer.check().kl_gap_max == 0.0, "the same kernels say the same"
+    within = sums_in_two_parts(monkeypatch) if kernels == "sums in two parts" else without_onednn
+    computed_within(monkeypatch, reference, "log_probs", within)
+
+    report = trainer.check()
+    bias = report.reference_bias
+    assert bias is not None and bias.sequences == 16, "a whole rollout, not one micro-batch"
+    assert min(report.kl_gap_mean, bias.absolute_mean) > BOUNDS[torch.bfloat16].kl[0]
+    assert 0 < abs(bias.per_token_mean) < bias.absolute_mean
+    said = report.warning()
+    assert said is not None and said.startswith(f"KL bias of the reference: {bias.per_token_mean:+.2e} nats a token")
+    assert "held in bfloat16 and computed elsewhere (cpu, computes there), and the actor computes in bfloat16" in said
+    again = replace(report, fresh=False, reference_bias=None).with_stored(report.as_dict())
+    assert again.reference_bias == bias and "measured when the run began" in (again.warning() or "")
+    kept = replace(again, reference_where="", reference_bias=None).with_stored(report.as_dict())
+    assert kept.warning() is None, "taken up again where the actor computes"
+
+    monkeypatch.setattr("fourfold.training.preflight.ERRORS_ALLOWED", 0.0)  # the mean is of 16 responses
+    precision = trainer.config.precision.model_copy(update={"max_reference_bias": abs(bias.per_token_mean) / 2})
+    trainer.config = trainer.config.model_copy(update={"precision": precision})
+    with pytest.raises(RunFailed, match=r"computed elsewhere \(cpu, computes there\) biases every KL by") as caught:
+        trainer.check()
+    assert "leave out reference.residency, or allow more" in str(caught.value)
+
+
+def test_a_service_on_another_kind_of_machine_may_round_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a trunk, where the same machine's is 0 to the bit."""
+    changes = merged(by_function("pays_by_hash"), merged(SHARINGS["none"], {"precision": {"compute": "bfloat16"}}))
+    tree = settings(tmp_path, changes)
+    within = sums_in_two_parts(monkeypatch)
+    found = []
+    for hosted in (hosted_roles(tree, "reference"), hosted_roles(tree, "reference")):
+        if found:
+            computed_within(monkeypatch, hosted, "answer", within)
+        with listening(hosted) as server:
+            config = make_config(merged(at_service(tree, server.url, "reference"), BIAS_IS_BOUNDED))
+            found.append(make_trainer(config).check())
+            assert f"computed elsewhere (at {server.url})" in (found[-1].warning() or "")
+    same, other = found
+    assert same.kl_gap_max == 0.0 and same.reference_bias is not None and same.reference_bias.per_token_mean == 0.0
+    assert other.kl_gap_mean > BOUNDS[torch.bfloat16].kl[0]
+
+
+BIAS_IS_BOUNDED = {"precision": {"max_reference_bias": 0.04}}
+
+
+@pytest.mark.parametrize("residency", ["cpu", "service"])
+def test_settings_say_what_a_reference_elsewhere_costs(tmp_path: Path, residency: str) -> None:
+    tree = settings(tmp_path, merged(by_function("pays_by_hash"), {"system": {"device": "cuda"}, **BIAS_IS_BOUNDED}))
+    with pytest.raises(ConfigError, match=r"precision\.max_reference_bias: given, but precision\.reference = 'auto'"):
+        make_config(tree)
+    away = at_service(tree, "http://127.0.0.1:1", "reference") if residency == "service" else tree
+    config = make_config(merged(away, {"reference": {"residency": residency}}))
+    [said] = precision_warnings(config)
+    assert f"reference.residency = '{residency}'" in said and "pre-flight measures by how much" in said
+    assert "max_reference_bias = 0.04" in dump_toml(config)
+    own = merged(tree, {"reference": {"model": "owner/other", "residency": "cpu"}, "precision": {"compute": "float32"}})
+    own["precision"].pop("max_reference_bias")
+    assert list(precision_warnings(make_config(own))) == [], "another model: its KL is not 0 in any case"
+
+
+def test_another_reference_on_the_host_is_noticed(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path)
+    move_reference(trainer)
+    reference = trainer.models.reference
+    place(reference, "cpu", trainer.models.own_parameters(reference), tmp_path)
+    with pytest.raises(RunFailed, match="pre-flight: "):
+        trainer.check()
+
+
 def test_a_resumed_run_has_rightly_left_its_reference(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path)
     trainer.progress.step = 2
@@ -77,8 +170,6 @@ def test_a_sampler_with_another_temperature_is_noticed(tmp_path: Path) -> None:
 
 def test_a_sampler_that_reports_raw_log_probs_is_noticed(tmp_path: Path) -> None:
     """FAULTS A10: log-probs divided by the temperature are not those of divided logits."""
-    from dataclasses import replace
-
     trainer = trainer_for(tmp_path, sampling={"temperature": 0.7})
     sampler = trainer.sampler
 

@@ -172,7 +172,7 @@ def _work_of(model: str) -> tuple[Metric, ...]:
 
 
 def _offload() -> tuple[Metric, ...]:
-    """Of reference and reward, where they are not kept in memory."""
+    """Of reference and reward, where they are not kept on the run's device: away, on the CPU, at another engine."""
     found = []
     for role in ("reference", "reward"):
         key = f"`{role}.residency`"
@@ -197,7 +197,7 @@ def _offload() -> tuple[Metric, ...]:
                 promised=False,
             ),
         ]
-    both = "reference_pass_seconds + reward_pass_seconds, of those that are not kept in memory"
+    both = "reference_pass_seconds + reward_pass_seconds, of those that are not kept on the run's device"
     return (
         *found,
         Metric("offloaded_pass_seconds", "s", both, "none", "below generate_seconds", "see the ratio", promised=False),
@@ -207,7 +207,7 @@ def _offload() -> tuple[Metric, ...]:
             "offloaded_pass_seconds",
             "generate_seconds",
             "below 1: the scoring could be hidden behind the next batch's sampling (`sampling.overlap_scoring`)",
-            "keep one of the roles in memory, or raise `ppo.micro_batch_size`",
+            "keep one of the roles on the device, or raise `ppo.micro_batch_size`",
             promised=False,
         ),
     )

@@ -31,7 +31,7 @@ from fourfold.scoring.service.wire import BadMessage, Rows
 class RemoteRole:
     """Rows in, numbers of one role out; the residency of a role that is elsewhere."""
 
-    elsewhere = True
+    elsewhere = computes_elsewhere = True
     device = torch.device("cpu")  # requests are made from lists of ids
 
     def __init__(self, service: Service, role: str, *, max_rows: int) -> None:

@@ -1,0 +1,85 @@
+"""Attention over queries, keys and values, by the kernels that the run may use, and the cache of a sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fourfold.planner.footprint import ops
+from fourfold.planner.footprint.form import Batch, Layer
+from fourfold.planner.footprint.tape import Tape, Value
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values of each layer (transformers' DynamicCache): a token is added by putting both together anew."""
+
+    held: dict[int, tuple[Value, Value]] = field(default_factory=dict)
+
+    def update(self, t: Tape, index: int, key: Value, value: Value) -> tuple[Value, Value]:
+        """What is held with these behind it; of one of the two, old and new are there at once."""
+        old_key, old_value = self.held.pop(index, (None, None))
+        new_key = t.empty(key.numbers + (old_key.numbers if old_key else 0), key.width, "KV cache")
+        del old_key
+        new_value = t.empty(value.numbers + (old_value.numbers if old_value else 0), value.width, "KV cache")
+        self.held[index] = new_key, new_value
+        return new_key, new_value
+
+    def grow(self, t: Tape, before: int, after: int) -> None:
+        """From `before` tokens a row to `after`, without what is alive on the way there."""
+        for index, pair in list(self.held.items()):
+            self.held[index] = tuple(t.empty(x.numbers // before * after, x.width, "KV cache") for x in pair)  # pyright: ignore[reportArgumentType]
+
+
+def remembered(t: Tape, key: Value, value: Value, layer: Layer, cache: Cache | None) -> tuple[Value, Value]:
+    """Keys and values with those of earlier tokens."""
+    return (key, value) if cache is None else cache.update(t, layer.index, key, value)
+
+
+def attend(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch: Batch, mask: Value | None) -> Value:
+    """The weighted sums of values, [batch, time, heads x head size]."""
+    form = layer.form
+    if form.attention == "eager":
+        return _eager(t, query, key, value, layer, batch, mask)
+    groups = 1 if form.architecture.latent else form.architecture.heads // form.architecture.kv_heads
+    # torch's kernels group keys themselves where there is no mask; transformers repeats them for a mask.
+    if groups > 1 and mask is not None and batch.time > 1:
+        key, value = _repeated(t, key, groups), _repeated(t, value, groups)
+    if t.autocast:
+        query, key, value = (ops.cast(t, each, t.autocast) for each in (query, key, value))
+    saved = [query, key, value]
+    if mask is not None:
+        saved.append(t.empty(mask.numbers, query.width))  # as numbers that are added to the scores
+    saved.append(t.empty(batch.tokens * form.architecture.heads, 4))  # logsumexp
+    a = form.architecture
+    return ops.keeping_output(t, batch.tokens * a.heads * a.value_dim, query.width, [query, key, value], saved)
+
+
+def _repeated(t: Tape, x: Value, groups: int) -> Value:
+    return ops.custom(t, groups * x.numbers, x.width, [x], [])
+
+
+def _eager(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch: Batch, mask: Value | None) -> Value:
+    """Scores and weights as [batch, heads, time, keys], one operation after the other; softmax in float32."""
+    a = layer.form.architecture
+    groups = a.heads // a.kv_heads
+    if groups > 1:
+        key, value = _repeated(t, key, groups), _repeated(t, value, groups)
+    numbers = batch.rows * a.heads * batch.time * batch.keys
+    if t.autocast:
+        query, key, value = (ops.cast(t, each, t.autocast) for each in (query, key, value))
+    laid, laid_key = ops.custom(t, query.numbers, query.width, [query], []), key
+    if groups == 1:
+        laid_key = ops.custom(t, key.numbers, key.width, [key], [])
+    scores = ops.elementwise(t, ops.custom(t, numbers, query.width, [laid, laid_key], [laid, laid_key]))
+    del laid, laid_key
+    if a.family == "gemma2":  # softcap x tanh(scores / softcap)
+        scores = ops.elementwise(t, ops.keeping_output(t, numbers, scores.width, [ops.elementwise(t, scores)], []))
+    if mask is not None:
+        scores = ops.add(t, scores, mask)
+    weights = ops.keeping_output(t, numbers, 4, [ops.cast(t, scores, 4)], [])
+    del scores
+    weights = ops.cast(t, weights, query.width)
+    laid_value = value if groups > 1 else ops.custom(t, value.numbers, value.width, [value], [])
+    out = ops.custom(t, query.numbers, query.width, [weights, laid_value], [weights, laid_value])
+    del weights, laid_value
+    return ops.custom(t, out.numbers, out.width, [out], [])

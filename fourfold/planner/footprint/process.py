@@ -1,0 +1,83 @@
+"""What a run takes besides its tensors, and what loading takes for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fourfold.planner.bill import MOMENTS, Item, Moment
+from fourfold.planner.footprint.held import weights
+from fourfold.planner.footprint.linears import linears_of
+from fourfold.planner.footprint.roles import Cast, Role, part_bytes
+from fourfold.planner.quantization import QUANTIZED
+from fourfold.planner.scene import WIDTHS, Scene
+
+LOAD = Moment("load")
+# Resident memory of a run on the CPU besides its tensors: Python 3.11, torch 2.13.0+cpu, transformers 5.24.0, on x86-64
+# Linux (benchmarks/planner.py measures it anew).
+INTERPRETER = 450 * 2**20
+# On a GPU: CUDA's context and the libraries' workspaces, which torch's allocator does not see. Not measured here.
+CUDA_CONTEXT = 600 * 2**20
+
+
+def framework(scene: Scene) -> Iterator[Item]:
+    """Interpreter and libraries, in the memory of the CPU, and on a GPU its context."""
+    moments = frozenset(MOMENTS)
+    why = "interpreter and libraries, as measured with torch 2.13 and transformers 5.24"
+    yield Item("run", "framework", INTERPRETER, moments, "device" if scene.on_cpu else "host", why=why)
+    if not scene.on_cpu:
+        yield Item("run", "framework", CUDA_CONTEXT, moments, why="CUDA's context and workspaces, assumed")
+
+
+def loading(scene: Scene, cast: Cast) -> Iterator[Item]:
+    """What of the base as it is loaded, or of roles that are not yet as they will be, is there beside the weights."""
+    held = sum(item.bytes for item in weights(scene, cast) if LOAD in item.moments and item.tier == "device")
+    most, why = max(_base(scene, cast), _roles(scene, cast))
+    if most > held:
+        yield Item("run", "buffers", most - held, frozenset({LOAD}), why=why)
+
+
+def saving(scene: Scene, cast: Cast) -> Iterator[Item]:
+    """Weights that lie below the device are read for their checksum, one tensor at a time."""
+    largest = max((_largest_tensor(scene, role) for role in (cast.reference, cast.reward) if role), default=0)
+    why = "the largest parked tensor, read for the checksum"
+    yield Item("run", "buffers", largest, frozenset({Moment("save")}), why=why)
+
+
+def _largest_tensor(scene: Scene, role: Role) -> int:
+    form, residency = role.form, getattr(scene.config, role.name).residency
+    if residency not in ("park", "stream") or form.lora is not None:
+        return 0
+    table = form.architecture.vocabulary * form.architecture.hidden * form.table if form.embedding else 0
+    return max(table, *(each.numbers * form.matrices for each in linears_of(form)), 0)
+
+
+def _base(scene: Scene, cast: Cast) -> tuple[int, str]:
+    """The whole model and, above a trunk, copies of the upper layers in float32."""
+    config, a = scene.config, scene.base
+    width = 4 if config.sharing.mode == "none" else WIDTHS[scene.compute]
+    whole = a.parameters() * width
+    own = part_bytes(cast.actor.form) if cast.trunk is not None else 0
+    return whole + own, f"the base model: {a.parameters():,} parameters x {width} bytes, and copies of the upper layers"
+
+
+def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
+    """All roles, the frozen ones still in float32 where they were copied from the actor so."""
+    config = scene.config
+    shared = sum(
+        item.bytes for item in weights(scene, cast) if item.holder in ("trunk", "base") and LOAD in item.moments
+    )
+    if config.sharing.mode == "adapters":
+        return shared + sum(role.own_bytes() for role in cast.roles()), "the base and all adapters"
+    own = 4 * cast.actor.trained_numbers()
+    scorer = 4 * cast.critic.trained_numbers()
+    half = WIDTHS[scene.compute] != 4
+    reference = cast.reference.own_bytes() if half and config.precision.reference not in QUANTIZED else own
+    if config.reference.engine != "torch":
+        # What the file is made of, and compared with.
+        reference = 4 * scene.models.get("reference", scene.base).parameters()
+    elif config.reference.residency == "service":
+        reference = 0
+    reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
+    # Rounding a matrix: the narrow one and what is compared, 2 + 2 + 3 bytes a number, or 2 and 4 of it widened again.
+    rounded = (7 if half else 6) * cast.actor.largest() if reference or reward else 0
+    return shared + own + reference + scorer + reward + rounded, "actor, critic, reference and reward in float32"

@@ -1,0 +1,93 @@
+"""What each role has for its own, in which type it computes, and what its products read and write of its weights."""
+
+from __future__ import annotations
+
+from fourfold.planner.bill import Phase
+from fourfold.planner.passes import Cut
+from fourfold.planner.quantization import QUANTIZED, matrix_bytes
+from fourfold.planner.scene import WIDTHS, Scene
+
+Part = str  # a role, or "trunk"
+
+
+def elsewhere(scene: Scene, role: Part) -> bool:
+    """Whether a role computes on another processor than the device: at a service, or on the host."""
+    return residency(scene, role) in ("service", "cpu")
+
+
+def residency(scene: Scene, role: Part) -> str:
+    """Where a role's own weights are; what is trained, and the trunk, is kept."""
+    reference = scene.config.reference
+    section = {"reference": reference, "reward": scene.config.reward}.get(role)
+    if role == "reference" and reference.engine != "torch" and reference.residency == "keep" and not scene.on_cpu:
+        return "cpu"  # llama.cpp computes on the host
+    return "keep" if section is None else section.residency
+
+
+def own_parameters(scene: Scene, role: Part) -> int:
+    """Numbers that a role, or the trunk, has for its own: what training trains, parking moves, a service holds."""
+    if other := scene.models.get(role):
+        return other.parameters() if role == "reference" else other.parameters() - other.head_parameters
+    base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
+    if role == "trunk":
+        return base.parameters_of(0, cut.trunk)
+    scalar_head = base.hidden + 1 if role in ("critic", "reward") else 0
+    if mode == "adapters":
+        return cut.adapter_parameters + scalar_head
+    branch = base.parameters_of(cut.trunk, base.layers) + base.final_norm_parameters + scalar_head
+    if mode == "trunk":
+        return branch
+    return branch + base.embedding_parameters + (0 if scalar_head else base.head_parameters)
+
+
+def trained_parameters(scene: Scene) -> dict[Part, int]:
+    """Numbers that gradients and Adam's moments are there for, by whose they are."""
+    parts = ("actor", "critic", *(["trunk"] if Cut.of(scene).trunk_trained else []))
+    return {part: own_parameters(scene, part) for part in parts}
+
+
+def held_in(scene: Scene, role: Part) -> str:
+    """The type, or the kind of fewer bits, in which the matrices lie that a role's products read."""
+    precision = scene.config.precision
+    if scene.config.sharing.mode == "adapters" or (role == "trunk" and not Cut.of(scene).trunk_trained):
+        asked = precision.frozen
+    else:
+        asked = {"reference": precision.reference, "reward": precision.reward}.get(role, "auto")
+    return scene.compute if asked == "auto" else asked
+
+
+def compute_type(scene: Scene, role: Part) -> str:
+    """The type of a role's products, "int8" where its activations are rounded to 8 bits as well."""
+    held = held_in(scene, role)
+    if held == "int8_dynamic" and scene.cluster.device.multiplies("int8"):
+        return "int8"
+    own = role in ("reference", "reward", "trunk") and scene.config.sharing.mode != "adapters"
+    return held if own and held in WIDTHS else scene.compute
+
+
+def own_bytes(scene: Scene, role: Part) -> float:
+    """Bytes of a frozen role's own weights: its matrices as they are held, adapters in float32."""
+    if scene.config.sharing.mode == "adapters" and role not in scene.models:
+        return 4.0 * own_parameters(scene, role)
+    return own_parameters(scene, role) * bytes_a_number(scene, held_in(scene, role))
+
+
+def bytes_a_number(scene: Scene, held: str) -> float:
+    """Bytes of one weight with its share of the scales."""
+    hidden = scene.base.hidden
+    return matrix_bytes(held, hidden, hidden) / hidden**2 if held in QUANTIZED else WIDTHS[held]
+
+
+def touched(scene: Scene, role: Part, phase: Phase) -> float:
+    """Bytes of device memory that one pass reads and writes for each weight of the matrices that it multiplies by.
+
+    What is held in another type is widened first: read as it is held, written and read again as it is multiplied.
+    Trained weights are float32 masters, which autocast narrows; the sampler has a narrow copy of them.
+    """
+    held, wide = held_in(scene, role), WIDTHS[scene.compute]
+    trained = role in trained_parameters(scene) and scene.config.sharing.mode != "adapters"
+    if trained and phase != "generate" and scene.config.memory.optimizer_residency != "offload":
+        held = "float32"
+    if held == scene.compute or (held in WIDTHS and compute_type(scene, role) == held):
+        return WIDTHS[held]
+    return bytes_a_number(scene, held) + 2 * wide

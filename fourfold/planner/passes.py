@@ -1,0 +1,190 @@
+"""Which passes a PPO step makes: the same list that fourfold.training.accounting keeps, before anything has run.
+
+A whole rollout that every role goes through as the run does it: decoding, log-probs by the training engine, one pass of
+each scorer, and epochs of forward and backward passes. A frozen trunk decodes once and its output is kept: every later
+pass is one of branches. tests/planner/test_passes.py compares rows, tokens and FLOPs with those of real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from fourfold.planner.adapters import adapter_parameters
+from fourfold.planner.architectures import Architecture
+from fourfold.planner.bill import Phase
+from fourfold.planner.compute import Head, backward_flops, forward_flops
+from fourfold.planner.scene import Lengths, Scene
+
+# Rows of logits that exist at a time: fourfold.algorithms.log_probs.CHUNK_TOKENS, which a test compares.
+CHUNK_TOKENS = 1024
+Direction = Literal["forward", "backward"]
+
+
+class Batch(NamedTuple):
+    """Rows of a pass and what is in them: tokens, keys attended to, response tokens; sums over the rows."""
+
+    rows: int
+    tokens: float
+    attended: float
+    responses: float
+
+    @classmethod
+    def of(cls, rows: int, lengths: Lengths, *, with_last: bool = True) -> Batch:
+        """Rows of the mean length; without the last token of each, which most passes do not see."""
+        length = lengths.mean_prompt + lengths.mean_response - int(not with_last)
+        return cls(rows, rows * length, rows * length * (length + 1) / 2, rows * lengths.mean_response)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One role's pass over a batch, or several like it (`batch` is then all that went through)."""
+
+    role: str  # or "trunk"
+    phase: Phase
+    direction: Direction
+    batch: Batch
+    architecture: Architecture
+    layers: range  # of the architecture
+    head: Head
+    flops: float
+    decodes: bool = False  # token by token
+
+
+class Cut(NamedTuple):
+    """How the run's model is divided among the roles."""
+
+    trunk: int  # layers below the branches; 0: none
+    branch: int  # layers that every role has, or adapts
+    trunk_trained: bool
+    head_trained: bool  # the language head
+    adapter_parameters: int  # of one role, low-rank matrices only
+
+    @classmethod
+    def of(cls, scene: Scene) -> Cut:
+        """As the settings divide it."""
+        config, layers = scene.config, scene.base.layers
+        mode, adapters = config.sharing.mode, config.adapters
+        asked = {"none": 0, "trunk": config.trunk.branch_layers, "adapters": adapters.layers}[mode]
+        branch = min(asked, layers) if mode == "trunk" else asked or layers
+        low_rank = adapter_parameters(scene.base, adapters.rank, adapters.targets, branch) if mode == "adapters" else 0
+        return cls(layers - branch, branch, mode == "trunk" and config.trunk.train, mode == "none", low_rank)
+
+
+def passes(scene: Scene) -> list[Pass]:
+    """All passes of one PPO step, of the whole job whatever the layout; an update that ends early makes fewer."""
+    maker = _Maker(scene)
+    return [*maker.generate(), *maker.score(), *maker.learn()]
+
+
+class _Maker:
+    """The passes of one scene, phase by phase."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene, self._config = scene, scene.config
+        self._cut = Cut.of(scene)
+        rows = scene.config.ppo.rollout_batch_size
+        self._whole = Batch.of(rows, scene.lengths)
+        self._states = Batch.of(rows, scene.lengths, with_last=False)
+
+    def generate(self) -> Iterator[Pass]:
+        """Decoding, and log-probs by the training engine."""
+        if self._cut.trunk:
+            yield self._forward("trunk", "generate", self._whole, "none", decodes=True)
+        yield self._forward("actor", "generate", self._states, "lm", decodes=True)
+        yield from self._from_ids("actor", "generate", self._states, "lm")
+
+    def score(self) -> Iterator[Pass]:
+        """Reference, critic and reward; the exact KL looks at actor and reference once more."""
+        exact = self._config.ppo.kl_estimator == "full"
+        if exact:
+            yield from self._from_ids("actor", "score", self._states, "lm")
+        for _ in range(2 if exact else 1):
+            yield from self._reference()
+        yield from self._from_ids("critic", "score", self._whole, "scalar")
+        if self._config.reward.of_the_base:
+            yield from self._from_ids("reward", "score", self._whole, "scalar")
+        elif other := self._scene.models.get("reward"):
+            yield self._of_another("reward", other, self._whole, "scalar")
+
+    def learn(self) -> Iterator[Pass]:
+        """Epochs x mini-batches of actor and critic, and of a trained trunk below them."""
+        ppo, trunk = self._config.ppo, self._config.trunk
+        mini = Batch.of(ppo.mini_batch_size, self._scene.lengths, with_last=False)
+        for index in range(ppo.updates_a_rollout):
+            turn = trunk.turn(index) if self._cut.trunk_trained else "both"
+            if turn != "actor":
+                yield from self._trained("critic", mini, "scalar")
+            if turn != "critic":
+                yield from self._trained("actor", mini, "lm")
+            if self._cut.trunk_trained:
+                yield self._forward("trunk", "learn", mini, "none")
+                # The first mini-batch, and every one that is balanced, keeps the two gradients apart.
+                apart = turn == "both" and (index == 0 or trunk.balance == "grad_norm")
+                for _ in range(0 if turn == "critic" else 1 + int(apart)):
+                    yield self._backward("trunk", mini, "none")
+
+    def _trained(self, role: str, mini: Batch, head: Head) -> Iterator[Pass]:
+        yield self._forward(role, "learn", mini, head)
+        yield self._backward(role, mini, head)
+
+    def _from_ids(self, role: str, phase: Phase, batch: Batch, head: Head) -> Iterator[Pass]:
+        """A pass of a role over the cached trunk, or through the one that it stands on."""
+        if self._cut.trunk_trained:
+            yield self._forward("trunk", phase, batch, "none")
+        yield self._forward(role, phase, batch, head)
+
+    def _reference(self) -> Iterator[Pass]:
+        other = self._scene.models.get("reference")
+        if other is None:
+            yield from self._from_ids("reference", "score", self._states, "lm")
+        else:
+            yield self._of_another("reference", other, self._states, "lm")
+
+    def _of_another(self, role: str, model: Architecture, batch: Batch, head: Head) -> Pass:
+        layers = range(model.layers)
+        sizes = self._sizes(batch, layers, head) | {"architecture": model, "adapter_parameters": 0}
+        return Pass(role, "score", "forward", batch, model, layers, head, forward_flops(**sizes))
+
+    def _layers(self, role: str) -> range:
+        """Those of the trunk, or those above it that every role has."""
+        trunk = self._cut.trunk
+        return range(trunk) if role == "trunk" else range(trunk, trunk + self._cut.branch)
+
+    def _forward(self, role: str, phase: Phase, batch: Batch, head: Head, *, decodes: bool = False) -> Pass:
+        layers = self._layers(role)
+        flops = forward_flops(**self._sizes(batch, layers, head))
+        return Pass(role, phase, "forward", batch, self._scene.base, layers, head, flops, decodes)
+
+    def _backward(self, role: str, batch: Batch, head: Head) -> Pass:
+        memory, layers = self._config.memory, self._layers(role)
+        again = len(layers[:: memory.checkpoint_every])
+        flops = backward_flops(
+            **self._sizes(batch, layers, head),
+            head_trained=head == "scalar" or (head == "lm" and self._cut.head_trained),
+            head_tokens_again=self._head_again(batch) if head == "lm" else 0,
+            layers_again=again if memory.checkpointing == "layers" else 0,
+            attentions_again=again if memory.checkpointing == "attention" else 0,
+        )
+        return Pass(role, "learn", "backward", batch, self._scene.base, layers, head, flops)
+
+    def _head_again(self, mini: Batch) -> int:
+        """Response tokens whose logits are made again: all of a micro-batch but those of the last chunk."""
+        ppo = self._config.ppo
+        if not self._cut.head_trained and not ppo.entropy_coef:
+            return 0
+        tokens = round(mini.responses / mini.rows * ppo.micro_batch_size)
+        return max(tokens - 1, 0) // CHUNK_TOKENS * CHUNK_TOKENS * (mini.rows // ppo.micro_batch_size)
+
+    def _sizes(self, batch: Batch, layers: range, head: Head) -> dict[str, Any]:
+        return {
+            "architecture": self._scene.base,
+            "layers": len(layers),
+            "start": layers.start,
+            "tokens": batch.tokens,
+            "attended_tokens": batch.attended,
+            "head": head,
+            "head_tokens": 0 if head == "none" else batch.responses,
+            "adapter_parameters": 0 if head == "none" else self._cut.adapter_parameters,
+        }

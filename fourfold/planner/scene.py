@@ -1,0 +1,76 @@
+"""What is planned: a run's settings, the models in it, the lengths of its texts, and the hardware under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from fourfold.config.schema import RunConfig
+from fourfold.planner.architectures import Architecture
+from fourfold.planner.hardware.machine import Cluster
+from fourfold.planner.layout import Layout
+
+# Bytes of one number; quantised kinds are not here, because their scales depend on the matrix (planner.quantization).
+WIDTHS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Lengths(NamedTuple):
+    """Tokens of prompts and responses: the longest of a batch, which memory goes by, and the mean, which time does."""
+
+    prompt: int
+    response: int
+    mean_prompt: float
+    mean_response: float
+
+    @classmethod
+    def longest(cls, prompt: int, response: int) -> Lengths:
+        """All rows as long as they may be."""
+        return cls(prompt, response, prompt, response)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything that a plan depends on.
+
+    `models` has the architecture of the run's own model under "base", and that of a reference or reward model of
+    another one under the role's name. `stored` has the type of their weights' files by the same names where that is not
+    bfloat16, as it is of most published models: what is bfloat16 to begin with, frozen roles hold as that.
+    """
+
+    config: RunConfig
+    models: Mapping[str, Architecture]
+    cluster: Cluster
+    lengths: Lengths
+    layout: Layout = field(default_factory=Layout)
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert "base" in self.models and set(self.models) <= {"base", "reference", "reward"}, sorted(self.models)
+        if self.layout.devices > self.cluster.devices:
+            raise ValueError(
+                f"the layout {self.layout} takes {self.layout.devices} devices; there are {self.cluster.devices}; "
+                "try smaller degrees or more devices"
+            )
+
+    @property
+    def base(self) -> Architecture:
+        """The run's own model."""
+        return self.models["base"]
+
+    @property
+    def compute(self) -> Literal["float32", "bfloat16", "float16"]:
+        """The type of the trained roles' products; 'auto' as the run itself decides it (decision 0003)."""
+        asked = self.config.precision.compute
+        if asked != "auto":
+            return asked
+        return "bfloat16" if self.cluster.device.multiplies("bfloat16") else "float32"
+
+    def stored_in(self, model: str) -> str:
+        """The type of a model's weights as they are published."""
+        return self.stored.get(model, "bfloat16")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device is the CPU: then the tier below it is the disk, not host memory."""
+        return self.cluster.device.kind == "cpu"

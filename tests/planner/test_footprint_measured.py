@@ -1,0 +1,24 @@
+"""The bill against real runs: a planner that drifts from what runs do fails here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import PHASES, Case, Compared, measure, predict
+
+# One case without and one with a trunk, half precision, padding and a lever; benchmarks/planner.py has all of them.
+CASES = (
+    Case("tiny", ('sharing.mode="none"',), (8, 8, 24, 4)),
+    Case("tiny", ('sharing.mode="trunk"', 'precision.compute="bfloat16"'), (8, 8, 24, 8), ragged=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.settings[0])
+def test_predicted_bytes_are_those_of_a_run(tmp_path: Path, case: Case) -> None:
+    """Every phase and role within 5 % of the bytes of live tensors (the issue asks for 15 %)."""
+    measured = measure(case, tmp_path)
+    found = Compared(case, measured, predict(case, tmp_path, measured.lengths))
+    assert set(PHASES) <= found.errors.keys() and "learn/actor" in found.errors
+    assert {name: error for name, error in found.errors.items() if abs(error) > 0.05} == {}

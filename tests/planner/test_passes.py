@@ -1,0 +1,128 @@
+"""The passes that are planned are those that a real step counts, to the token and the FLOP."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from fourfold.algorithms import log_probs
+from fourfold.planner import passes as module
+from fourfold.planner.architectures import Architecture
+from fourfold.planner.bill import Footprint
+from fourfold.planner.costs import costs
+from fourfold.planner.passes import passes
+from fourfold.planner.scene import Lengths, Scene
+from fourfold.training.accounting import Accountant
+from planner.scenes import CPU, LLAMA_2_7B, cluster, scene
+from training.runs import SHARINGS, by_function, by_model, make_config, make_trainer, merged, settings
+
+PROMPT, RESPONSE, ROWS = 5, 6, 8
+ROLES = ("trunk", "actor", "critic", "reference", "reward")
+CUTS = SHARINGS | {
+    "trained trunk": {"trunk": {"train": True}},
+    "trained trunk, balanced": {"trunk": {"train": True, "balance": "grad_norm", "branch_layers": 0}},
+    "trained trunk, alternating": {"trunk": {"train": True, "alternate": 1}},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full KL, entropy": {"ppo": {"kl_estimator": "full", "entropy_coef": 0.01}},
+    "layers again": {"memory": {"checkpointing": "layers", "checkpoint_every": 2}},
+    "attention again": {"memory": {"checkpointing": "attention"}},
+}
+
+
+def counted(scene: Scene) -> Counter[str]:
+    """The metrics of fourfold.memory.meter.PassCounter, from the plan."""
+    sums: Counter[str] = Counter()
+    for each in passes(scene):
+        sums[f"{each.role}_{each.direction}_passes"] += each.batch.rows / ROWS  # type: ignore[assignment]
+        sums[f"{each.role}_{each.direction}_tokens"] += each.batch.tokens  # type: ignore[assignment]
+        sums[f"{each.role}_{each.phase}_flops"] += each.flops  # type: ignore[assignment]
+    return sums
+
+
+def real_step(folder: Path, changes: dict[str, Any]) -> tuple[Scene, dict[str, float]]:
+    """A step whose prompts are all as long and whose responses are all cut, and the scene that says so."""
+    tree = merged(
+        settings(folder, by_function("pays_by_hash", num_epochs=2)),
+        {"seed": 2, "sampling": {"extra_eos_token_ids": []}},
+    )
+    config = make_config(by_model(merged(tree, changes), folder / "scorer"))
+    trainer = make_trainer(config, prompts=[[7 + i, 8, 9, 10, 11] for i in range(ROWS)])
+    trainer.accountant = Accountant(trainer.models, config.memory)
+    row = trainer.step()
+    assert row["eos_share"] == 0, "a response ended by itself: take another seed"
+    shape = Architecture.from_config(transformers.AutoConfig.from_pretrained(config.model.path).to_dict())
+    where = cluster(device=CPU)
+    return Scene(config, {"base": shape}, where, Lengths.longest(PROMPT, RESPONSE)), row
+
+
+RUNS = [(cut, "plain") for cut in CUTS] + [(cut, case) for cut in ("none", "trained trunk") for case in CASES][1:]
+
+
+@pytest.mark.parametrize(("cut", "case"), sorted(set(RUNS)))
+def test_a_real_step_counts_what_was_planned(tmp_path: Path, cut: str, case: str) -> None:
+    planned, row = real_step(tmp_path, merged(CUTS[cut], CASES[case]))
+    found = counted(planned)
+    names = [key for key in row if key.startswith(ROLES) and key.endswith(("_passes", "_tokens", "_flops"))]
+    assert len(names) == len(ROLES) * (2 * 2 + 3)
+    for name in names:
+        assert found[name] == row[name], name
+    assert found["actor_learn_flops"] > 0 and found["reward_score_flops"] > 0
+    for work in costs(planned, Footprint(())).work:
+        assert work.flops == row[f"{work.moment.role}_{work.moment.phase}_flops"], work.moment
+
+
+def test_chunks_of_logits_are_those_of_the_loss() -> None:
+    assert module.CHUNK_TOKENS == log_probs.CHUNK_TOKENS
+
+
+def test_the_language_heads_second_pass_leaves_the_last_chunk_out() -> None:
+    """Two micro-batches of 8 rows of 300 response tokens: 2,400 each, of which two chunks of 1,024 are made again."""
+    sizes: dict[str, Any] = {"ppo__rollout_batch_size": 16, "ppo__mini_batch_size": 16, "ppo__micro_batch_size": 8}
+    once = scene(lengths=Lengths.longest(100, 300), ppo__num_epochs=1, **sizes)
+    backward = next(p for p in passes(once) if p.role == "actor" and p.direction == "backward")
+    head = 2 * LLAMA_2_7B.hidden * LLAMA_2_7B.vocabulary
+    tokens, attended = 16 * 399, 16 * 399 * 400 / 2
+    matrices = 2 * (4 * 4096**2 + 3 * 4096 * 11008) * tokens
+    layers = 32 * (2 * matrices + 2 * 4 * 4096 * attended)
+    assert backward.flops == layers + head * (2 * 16 * 300 + 2 * 2048)
+
+
+def test_a_reward_model_of_another_family_is_counted_with_its_own_layers() -> None:
+    small = dataclasses.replace(LLAMA_2_7B, layers=2)
+    settings = {
+        "reward__source": "model",
+        "reward__model": "other",
+        "reward__checkpoint": None,
+        "critic__init": "actor",
+    }
+    one = scene(**settings)
+    [reward] = [
+        p for p in passes(dataclasses.replace(one, models={"base": LLAMA_2_7B, "reward": small})) if p.role == "reward"
+    ]
+    assert reward.layers == range(2) and reward.architecture is small
+
+
+def test_four_models_by_hand() -> None:
+    """The table of the source documents: actor 1 + K forward and K backward, critic K and K, reference 1, reward 1.
+
+    Ours has one more of the actor, log-probs by the training engine, and one of the critic, values before learning.
+    """
+    rows = 32
+    passed: Counter[tuple[str, str]] = Counter()
+    for each in passes(scene(ppo__num_epochs=4, ppo__rollout_batch_size=rows)):
+        passed[each.role, each.direction] += each.batch.rows
+    assert {key: count / rows for key, count in passed.items()} == {
+        ("actor", "forward"): 2 + 4,
+        ("actor", "backward"): 4,
+        ("critic", "forward"): 1 + 4,
+        ("critic", "backward"): 4,
+        ("reference", "forward"): 1,
+        ("reward", "forward"): 1,
+    }
