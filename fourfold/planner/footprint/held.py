@@ -193,11 +193,15 @@ def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:
     trunk = cast.trunk
     if trunk is None or cast.trained_trunk is not None:
         return
-    size = tokens * trunk.architecture.hidden * trunk.compute
+    size = trunk_cache(trunk, texts)
     why = f"{tokens:,} tokens x {trunk.architecture.hidden:,} x {trunk.compute} bytes"
-    yield Item("trunk", "trunk cache", 2 * size, sampling, why=f"as it was sampled, and put together: {why}")
     yield Item("trunk", "trunk cache", size, scoring, why=why)
     yield Item("trunk", "trunk cache", 2 * size, learning, why=f"whole, and selected for learning: {why}")
+
+
+def trunk_cache(trunk: Form, texts: Texts) -> int:
+    """Bytes of a trunk's output for all tokens of a rollout."""
+    return texts.whole.tokens * trunk.architecture.hidden * trunk.compute
 
 
 def _of_phase(phase: str) -> frozenset[Moment]:
