@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.peer_trl import Comparison, compared
 from benchmarks.results import Figure, Result
 from benchmarks.worker import PHASES, WorkerReport
-from fourfold.planner.levers import Change
+from fourfold.planner.lever import Change
 
 PLAIN = "four separate models"
 WITHOUT, WITH = "without it", "with it"

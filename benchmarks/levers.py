@@ -1,15 +1,16 @@
 """What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
 `python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one, or several, and keeps the rows of the
-others that were measured on this hardware. Levers come from planner/levers.py with their settings, their baselines and
-what they promise: an exact one must leave actor and critic bit for bit as they are without it. How far the others
-change an update is measured on its first, in which both sides learn from the responses that the side without the lever
-has drawn (benchmarks/replay.py); later ones sample their own.
+others that were measured on this hardware. A lever whose package is not installed is left out. Levers come from
+planner/levers.py with their settings, their baselines and what they promise: an exact one must leave actor and critic
+bit for bit as they are without it. How far the others change an update is measured on its first, in which both sides
+learn from the responses that the side without the lever has drawn (benchmarks/replay.py); later ones sample their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ from benchmarks.lever_rows import PLAIN, conflict, figures_of, merged, row_of
 from benchmarks.peer_trl import SHAPE, Side, measure, parse_arguments
 from benchmarks.results import ROOT, Result, commit, hardware, newest, slug, today, write_result
 from benchmarks.worker import WorkerReport
-from fourfold.planner.levers import LEVERS, SEPARATE, Change
+from fourfold.planner.lever import Change
+from fourfold.planner.levers import LEVERS, SEPARATE
 
 # A baseline that names them means one micro-batch, and names the sizes of the tests' tiny runs; here it is one anyway.
 BATCH_SIZES = ("ppo.mini_batch_size", "ppo.micro_batch_size")
@@ -122,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lever", action="append", choices=order)
     own, rest = parser.parse_known_args(arguments)
     args = parse_arguments(rest)
-    subjects = [each for each in SUBJECTS if not own.lever or each.name in own.lever]
+    absent = [each.name for each in LEVERS if each.package and importlib.util.find_spec(each.package) is None]
+    chosen = own.lever or [name for name in order if name not in absent]
+    subjects = [each for each in SUBJECTS if each.name in chosen]
     earlier = newest("levers", hardware())
     if not args.dry and (problem := conflict(earlier, _shape(args), [each.name for each in subjects])):
         parser.error(problem)

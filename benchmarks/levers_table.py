@@ -12,7 +12,8 @@ from benchmarks.lever_rows import DIFFERENCE, LOG_PROB_GAP, OTHER_WEIGHTS, SERVI
 from benchmarks.levers import ONLY_ON_A_GPU, SUBJECTS
 from benchmarks.results import Result, number, origin, side_line
 from benchmarks.worker import PHASES
-from fourfold.planner.levers import LEVERS, Lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS
 
 COLUMNS = {
     "seconds": "seconds per update",

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("fourfold", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py"))
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"torch.load", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load", "eval", "exec"}
-TORCH_FREE = ("fourfold/planner", "fourfold/config", "fourfold/cli")
+TORCH_FREE = ("fourfold/planner", "fourfold/config", "fourfold/cli", "fourfold/diagnostics/plan_page")
 
 
 def unsafe(text: str) -> list[str]:

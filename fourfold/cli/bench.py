@@ -1,6 +1,7 @@
 """Measure what a lever does to a run's own models, on its held-out data, or what this machine can do.
 
-quantization: reference and reward model with their weights in 8 or 4 bits, beside the same as the run holds them. The
+quantization: reference and reward model with their weights in 8 or 4 bits, and run by llama.cpp (extra llama-cpp: in
+float16, in Q8_0, or the .gguf file that model.path names), beside the same as the run holds them. The
 models are those that the stages sft and reward have left in the output folder, or the base model.
 machine: products, memory, disk and the way to a GPU, for plans with `--hardware detect`.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fourfold.planner.quantization import QUANTIZED
+from fourfold.planner.quantization import BY_LLAMA_CPP, QUANTIZED
+
+KINDS = (*QUANTIZED, *BY_LLAMA_CPP)
 
 COLUMNS = """\
 Columns: reference MiB and reward MiB, the whole models with embedding and head. KL bias: mean of log p(as held) -
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(metavar="WHAT", required=True)
     quantization = what.add_parser(
         "quantization",
-        help="weights in int8 and NF4: bytes, errors in KL and score, speed",
+        help="weights in int8, NF4 and GGUF: bytes, errors in KL and score, speed",
         description=__doc__,
         epilog=COLUMNS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quantization.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a setting"
     )
-    quantization.add_argument("--kinds", default=",".join(QUANTIZED), help="kinds, by commas (default: %(default)s)")
+    quantization.add_argument("--kinds", default=",".join(KINDS), help="kinds, by commas (default: %(default)s)")
     quantization.add_argument("--rows", type=int, default=128, help="texts, and pairs, at most (default %(default)s)")
     quantization.add_argument("--json", metavar="FILE", help="also write everything there")
     quantization.set_defaults(bench=_quantization)
@@ -72,8 +75,8 @@ def _machine(args: argparse.Namespace) -> int:
 
 def _quantization(args: argparse.Namespace) -> int:
     kinds = [kind.strip() for kind in args.kinds.split(",")]
-    if unknown := [kind for kind in kinds if kind not in QUANTIZED]:
-        raise ValueError(f"--kinds: given {', '.join(map(repr, unknown))}; allowed: {', '.join(QUANTIZED)}")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"--kinds: given {', '.join(map(repr, unknown))}; allowed: {', '.join(KINDS)}")
     if args.rows < 1:
         raise ValueError(f"--rows {args.rows}: allowed are 1 or more")
     from fourfold.config import load_config

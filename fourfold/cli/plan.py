@@ -46,12 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--as-given", action="store_true", help="take no lever: what the settings cost as they are")
     parser.add_argument("--json", action="store_true", help="print everything as JSON (docs/plan.md)")
     parser.add_argument("--save", metavar="PLAN.toml", help="write the best plan as a configuration for `fourfold run`")
+    parser.add_argument("--page", metavar="FILE.html", help="write the plans as one HTML page with drawings")
 
 
 def run(args: argparse.Namespace) -> int:
     """`fourfold plan CONFIG|MODEL`."""
-    if args.save and Path(args.save).is_dir():
-        raise ValueError(f"--save {args.save}: is a folder; give the name of a file, such as {args.save}/plan.toml")
+    for option, given, name in (("--save", args.save, "plan.toml"), ("--page", args.page, "plan.html")):
+        if given and Path(given).is_dir():
+            raise ValueError(f"{option} {given}: is a folder; give the name of a file, such as {given}/{name}")
     import json
 
     from rich.console import Console
@@ -79,10 +81,17 @@ def run(args: argparse.Namespace) -> int:
     best = found.plans[0]
     if args.save and best.fits:
         write_atomically(Path(args.save).expanduser(), plan_toml(best))
+    if args.page:
+        from fourfold.diagnostics.plan_page import plan_page
+
+        page = plan_page(found.plans, found.wanted.notes, found.helps, Path(args.target).name)
+        write_atomically(Path(args.page).expanduser(), page)
     if args.json:
         print(json.dumps(found.report(), indent=2))
     else:
         show_plan(Console(highlight=False), found.plans, found.wanted.notes, found.helps, Path(args.target).name)
         if args.save and best.fits:
             print(f"{args.save} written; start it with: fourfold run {args.save}")
+        if args.page:
+            print(f"{args.page} written; open it in a browser")
     return 0 if best.fits else NOTHING_FITS

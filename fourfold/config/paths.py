@@ -19,7 +19,7 @@ DATA_EXTENSIONS = (".jsonl", ".parquet", ".csv")
 
 def missing_paths(config: RunConfig) -> list[str]:
     """Every path that cannot be used; hub ids are not looked up. Relative paths start at the current folder."""
-    return [*_causal_model("model.path", config.model.path), *_datasets(config), *_reward(config), *_folders(config)]
+    return [*_causal_model("model.path", config.model.path), *_datasets(config), *_roles(config), *_folders(config)]
 
 
 def missing_packages(config: RunConfig) -> list[str]:
@@ -36,6 +36,9 @@ def missing_packages(config: RunConfig) -> list[str]:
     if config.reward.source == "model" and config.reward.engine != "torch":
         because = f"reward.engine = {config.reward.engine!r} (the extra onnx)"
         wanted |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), because)
+    in_process = config.reference.engine != "torch" and config.reference.residency != "service"
+    if in_process and "ppo" in config.stages:
+        wanted["llama_cpp"] = f"reference.engine = {config.reference.engine!r} (the extra llama-cpp)"
     hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
     if hub:
         wanted["datasets"] = f"{' and '.join(hub)}, read from the hub"
@@ -112,7 +115,9 @@ def _datasets(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _reward(config: RunConfig) -> Iterator[str]:
+def _roles(config: RunConfig) -> Iterator[str]:
+    if config.sft.checkpoint and not _resolved(config.sft.checkpoint).is_dir():
+        yield f"sft.checkpoint: no folder {config.sft.checkpoint!r} (from {os.getcwd()})"
     if config.reward.source == "checkpoint" and not _resolved(config.reward.checkpoint).is_dir():
         yield f"reward.checkpoint: no folder {config.reward.checkpoint!r} (from {os.getcwd()})"
     if config.reward.source == "model":

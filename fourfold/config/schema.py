@@ -95,11 +95,12 @@ class RunConfig(Section):
 
     @property
     def reference_differs(self) -> bool:
-        """Whether a reference that is the actor at step 0 may compute otherwise than it: pre-flight measures the bias.
+        """Whether a reference may say otherwise what the actor's numerics would say of its weights: a bias is measured.
 
         Of settings whose `compute` is resolved.
         """
-        return not self.reference.model and (self.precision.reference_differs or self.reference.computes_elsewhere)
+        elsewhere = not self.reference.model and self.reference.computes_elsewhere
+        return self.precision.reference_differs or elsewhere
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:

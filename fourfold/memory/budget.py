@@ -14,6 +14,7 @@ import ctypes
 import functools
 import gc
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 Result = TypeVar("Result")
+KERNELS_KEPT = 64
 # How torch's allocator for the CPU begins its complaint; it has no exception of its own.
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
 
@@ -68,6 +70,17 @@ def _reader() -> Callable[[], int]:
 def resident_bytes(device: torch.device) -> int:
     """What is held now: torch's allocations on CUDA, the resident memory of the process on the CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _reader()()
+
+
+def keep_few_kernels() -> None:
+    """Bound what torch's products in half precision leave behind on a CPU; before the first of them.
+
+    oneDNN, and torch's wrapper around it, keep the kernels of the last 1,024 shapes each, of about 0.6 MiB a shape: in
+    a run, whose rows are of every length, 1 GiB more than the tensors (docs/log.md). One pass needs some 30. Whoever
+    sets the libraries' own variables has their way.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fourfold.config.checks import roles_at_a_service
+from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.external import External, load_external, placed, weight_bytes
 from fourfold.models.identity import RoleWeights, weights_of_role
+from fourfold.models.llama_roles import reference_by_llama_cpp
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
 from fourfold.models.products import hold_narrowly
@@ -111,13 +112,14 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
+    critic.branch.compute_dtype = dtype_of(config.precision.critic, critic.branch.compute_dtype)
     trunk = None
     if base.trunk is not None and config.trunk.train:
         with room.role(TRAINED_TRUNK, room.planned.weights[TRAINED_TRUNK]):
             trunk = trainable_copy(base.trunk, config.memory)
         hold_frozen_layers_narrowly(base.trunk)
         _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
-    if "reference" not in away:
+    if "reference" not in away and config.reference.engine == "torch" and not config.reference.model:
         _hold(reference, config.precision.reference, base, "reference")
     if scorer is not None and "reward" not in away:
         _hold(scorer, config.precision.reward, base, "reward")
@@ -137,6 +139,11 @@ def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], tr
 
 def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away: bool) -> Policy:
     """A model of its own, or the actor as it is now."""
+    if reference_at_llama_cpp(config):
+        return hollow_copy(actor, share_head=base.shares_head)
+    if config.reference.engine != "torch":
+        with room.role("reference"):
+            return reference_by_llama_cpp(config, base, actor)
     if config.reference.model:
         with room.role("reference", weight_bytes(config.reference.model)):
             return load_reference(config, base)

@@ -23,10 +23,12 @@ from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
+from fourfold.memory.quantization import quantize
 from fourfold.models.loading import device_of, out_of_the_file
 from fourfold.models.pretrained import pretrained
 from fourfold.planner.architectures import FAMILIES
 from fourfold.planner.compute import causal_attended_tokens, classifier_flops
+from fourfold.planner.quantization import QUANTIZED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +42,8 @@ PROBE: tuple[tuple[str, str], ...] = (
 )
 # Largest difference that padding may make, relative to the largest score: rounding of the compute type.
 PADDING_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# Largest change of a score that weights in fewer bits may make, relative to the largest: docs/memory.md has measured.
+QUANTIZED_BOUNDS = {"int8": 0.1, "int8_dynamic": 0.2, "nf4": 0.6}
 # Lengths that stand for "no limit" in tokenizers' configs are far above this.
 _NO_LIMIT = 10**6
 
@@ -217,6 +221,9 @@ def load_external(config: RunConfig, budget: Budget) -> External:
         )
     budget.watch(external.layers)
     verify_padding(external, tolerance=PADDING_TOLERANCE[dtype])
+    if config.precision.reward in QUANTIZED:
+        quantize_external(external, config.precision.reward)
+    external.take_work()
     return external
 
 
@@ -231,9 +238,30 @@ def placed(config: RunConfig) -> tuple[torch.device, torch.dtype]:
     if reward.engine != "torch":
         return torch.device("cpu"), torch.float32  # what is exported and compared with
     device = torch.device("cpu") if reward.device == "cpu" else others
+    held = "auto" if config.precision.reward in QUANTIZED else config.precision.reward
     # What the run computes in says nothing about another kind of device.
-    wanted = config.precision.compute if reward.compute == "auto" and device.type == others.type else reward.compute
+    wanted = config.precision.compute if held == "auto" and device.type == others.type else held
     return device, DTYPES[resolve_compute(wanted, device)]
+
+
+def quantize_external(external: External, kind: str) -> float:
+    """Hold the matrices below the head in fewer bits; ValueError beyond the bound.
+
+    Returns the largest change of the probe's scores, relative to the largest of them.
+    """
+    classifier = external.classifier
+    assert isinstance(classifier, TorchClassifier)
+    rows = probe(external.reader)
+    before = external.scores(rows)
+    quantize(classifier.model.base_model, kind)
+    gap, bound = relative_gap(external.scores(rows), before), QUANTIZED_BOUNDS[kind]
+    if not gap <= bound:
+        finer = "" if kind == "int8" else " or 'int8'"
+        raise ValueError(
+            f"precision.reward = {kind!r}: on a probe, scores change by {gap:.2g} of the largest score (allowed "
+            f"{bound:g}); {type(classifier.model).__name__} does not bear it; try 'auto'{finer}"
+        )
+    return gap
 
 
 def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

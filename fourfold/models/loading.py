@@ -22,7 +22,7 @@ from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
-from fourfold.memory.budget import Budget, tensor_bytes, trim
+from fourfold.memory.budget import Budget, keep_few_kernels, tensor_bytes, trim
 from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
@@ -105,13 +105,14 @@ def _matrix_bytes(part: Part) -> int:
 def resolve_model(path: str, cache: Path, key: str = "model.path") -> str:
     """What transformers can load: a folder or a hub id; GGUF files are converted into `cache` first."""
     if path.startswith("package:"):
-        path = str(_file_in_package(path, key))
+        path = str(file_in_package(path, key))
     if path.endswith(".gguf"):
         return str(convert_gguf(Path(path).expanduser(), cache.expanduser(), key))
     return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
 
 
-def _file_in_package(path: str, key: str) -> Path:
+def file_in_package(path: str, key: str) -> Path:
+    """What 'package:MODULE/FILE' names."""
     module, _, name = path.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -219,6 +220,7 @@ def end_ids(model: PreTrainedModel, tokenizer: Any, extra: tuple[int, ...]) -> f
 
 def load_base(config: RunConfig) -> Base:
     """Load the model of a run and cut it as `sharing.mode` says; the cut is verified."""
+    keep_few_kernels()
     device = device_of(config)
     check_attention(config.memory.attention, device)
     budget = Budget.of_gib(config.memory.budget_gib, device)

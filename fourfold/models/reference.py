@@ -8,7 +8,7 @@ KL, which is not 0 at step 0 any more. What it excludes: models with another voc
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float32
@@ -17,6 +17,7 @@ from torch import Tensor
 from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import use_attention
+from fourfold.memory.precision import dtype_of
 from fourfold.models.heads import LanguageHead
 from fourfold.models.loading import (
     SPLIT_TOLERANCE,
@@ -26,13 +27,22 @@ from fourfold.models.loading import (
     out_of_the_file,
     require_positions,
 )
-from fourfold.models.products import prepare_for_decoding
+from fourfold.models.products import hold_narrowly, prepare_for_decoding
+from fourfold.models.quantized import opinions, quantize_checked
 from fourfold.models.roles import Activations, Policy, freeze
 from fourfold.models.split import Part, cut, layout_of, verify_whole
+from fourfold.planner.quantization import QUANTIZED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class OwnPolicy(Policy):
     """A policy over a whole model: it reads the rollout's ids, whatever the activations of the other roles are."""
+
+    # log p - log p_held of the probe's tokens [texts, time] in nats, and where they are: p in the actor's numerics,
+    # p_held as the weights are held. None where that is the same.
+    rounding: tuple[Tensor, Tensor] | None = None
 
     def stand_on(self, trunk: Part) -> None:
         """Its own layers begin at the ids: no trunk is below them."""
@@ -43,28 +53,48 @@ class OwnPolicy(Policy):
 
 
 def load_reference(config: RunConfig, base: Base) -> OwnPolicy:
-    """`reference.model`, frozen, in the actor's compute type; ValueError where KL to it is not defined."""
-    path, device = config.reference.model, base.budget.device
+    """`reference.model`, frozen, held as `precision.reference` says; ValueError where KL to it is not defined."""
+    device = base.budget.device
     dtype = base.policy.branch.compute_dtype
-    held = (
-        dtype if config.sharing.mode != "none" else torch.float32
-    )  # rounded as the base is, then frozen as its copies
-    model, tokenizer = load_causal_lm(path, Path(config.model.cache), held, key="reference.model")
-    _require_same_vocabulary(config, base.tokenizer, tokenizer)
-    _require_rows(config, embedding_rows(model), len(base.policy.head.weight))
+    # Rounded as the base is, then frozen as its copies; what is to be rounded otherwise must not be rounded twice.
+    as_the_base = config.sharing.mode != "none" and not config.precision.reference_differs
+    model = comparable_model(config, base, dtype if as_the_base else torch.float32)
     use_attention(model, config.memory.attention, device)
     layout = layout_of(model)
-    if layout.learned_positions:
-        require_positions(config, model.config.max_position_embeddings)
     layers = len(getattr(getattr(model, layout.body), layout.layers))
     branch = cut(model, 0, layers, compute_dtype=dtype)
     verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
     reference = OwnPolicy(branch, LanguageHead.of(model, base.budget)).to(device)
-    freeze(reference)
+    _hold(reference, config, base)
     out_of_the_file(reference)
     prepare_for_decoding(reference.branch)
     base.budget.watch(reference.branch.layers)
     return reference
+
+
+def _hold(reference: OwnPolicy, config: RunConfig, base: Base) -> None:
+    """Freeze it in its type or in fewer bits, and note what that changes where the actor computes otherwise."""
+    kind, probe = config.precision.reference, base.probe()
+    differs = config.precision.reference_differs
+    before = opinions(reference.requires_grad_(False), None, probe) if differs else None
+    freeze(reference, None if kind in QUANTIZED else dtype_of(kind, reference.branch.compute_dtype))
+    if kind in QUANTIZED:
+        quantize_checked(reference, None, reference.branch, kind, probe, "reference")
+    hold_narrowly(reference.branch)
+    if before is not None:
+        mask = probe.mask[:, 1:]
+        changes = before - opinions(reference, None, probe)
+        reference.rounding = changes.new_zeros(mask.shape).masked_scatter(mask, changes), mask
+
+
+def comparable_model(config: RunConfig, base: Base, dtype: torch.dtype) -> PreTrainedModel:
+    """`reference.model` as it is stored, in `dtype`; ValueError where KL to it is not defined."""
+    model, tokenizer = load_causal_lm(config.reference.model, Path(config.model.cache), dtype, key="reference.model")
+    _require_same_vocabulary(config, base.tokenizer, tokenizer)
+    _require_rows(config, embedding_rows(model), len(base.policy.head.weight))
+    if layout_of(model).learned_positions:
+        require_positions(config, model.config.max_position_embeddings)
+    return model
 
 
 def _require_rows(config: RunConfig, theirs: int, actors: int) -> None:

@@ -48,6 +48,8 @@ class Room:
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.of_the_base else [])]
         roles = [role for role in roles if role not in roles_at_a_service(config)]
+        if config.reference.engine != "torch":
+            roles.remove("reference")  # another engine's memory
         # A policy's language head, where it is not the embedding's own tensor.
         head = whole - own if config.sharing.mode == "none" else 0
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own - head}

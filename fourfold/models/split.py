@@ -59,14 +59,17 @@ class Part(nn.Module):
 
     Linear weights run in `compute_dtype`; parameters keep the type they are stored in, so float32 masters are
     trained through autocast, and frozen parts hold the compute type itself. A frozen part may be given another type to
-    compute in than it was cut with.
+    compute in than it was cut with. `first_layer` is where in the whole model it begins.
     """
 
-    def __init__(self, body: PreTrainedModel, *, takes_ids: bool, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, body: PreTrainedModel, *, takes_ids: bool, compute_dtype: torch.dtype, first_layer: int = 0
+    ) -> None:
         super().__init__()
         self.body = body
         self.takes_ids = takes_ids
         self.compute_dtype = compute_dtype
+        self.first_layer = first_layer
 
     @property
     def num_layers(self) -> int:
@@ -179,7 +182,7 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
     for name, child in whole.named_children():
         setattr(body, name, pieces[name] if name in pieces else copy.deepcopy(child))
     disable_dropout(body)
-    part = Part(body, takes_ids=start == 0, compute_dtype=compute_dtype)
+    part = Part(body, takes_ids=start == 0, compute_dtype=compute_dtype, first_layer=start)
     for name in (layout.embedding, layout.learned_positions) if start == 0 else ():
         if name:
             # Bound to the part: a copy of it that computes in another type takes the hook along.

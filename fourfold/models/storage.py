@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fourfold.files import write_atomically
 from fourfold.models.adapters import is_adapted, is_adapter
+from fourfold.models.peft_folder import TENSORS as PEFT_TENSORS
+from fourfold.models.peft_folder import is_peft_folder, own_names, peft_record
 from fourfold.models.roles import Policy, Scorer
 
 TENSORS = "model.safetensors"
@@ -100,14 +102,16 @@ def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
 
 
 def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
-    """Read a stored role into `role`; ValueError when it was made for another model, cut or kind."""
+    """Read a stored role or a peft adapter into `role`; ValueError when it was made for another model, cut or kind."""
     tensors = load_file(str(stored_tensors(folder, expected)))
+    if is_peft_folder(folder):
+        tensors = own_names(tensors, role.branch)
     load_own_tensors(role, tensors, shares_head=expected.shares_head)
 
 
 def stored_tensors(folder: Path, expected: RoleRecord) -> Path:
     """The tensors' file of a stored role whose record is the expected one; the weights are not read."""
-    stored, tensors = _stored(folder)
+    stored, tensors = _stored(folder, expected)
     for name, wanted in asdict(expected).items():
         if (got := stored.get(name)) != wanted:
             raise ValueError(
@@ -118,8 +122,11 @@ def stored_tensors(folder: Path, expected: RoleRecord) -> Path:
     return tensors
 
 
-def _stored(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Record and tensors' file of a stored role, or of a checkpoint of the stage that makes one."""
+def _stored(folder: Path, expected: RoleRecord) -> tuple[dict[str, Any], Path]:
+    """Record and tensors' file of a stored role, of a checkpoint of the stage that makes one, or of a peft adapter."""
+    if is_peft_folder(folder):
+        run = {"model": expected.model, "adapters": expected.adapters, "layers": expected.branch_layers}
+        return peft_record(folder, **run), folder / PEFT_TENSORS
     path, state = folder / RECORD, folder / CHECKPOINT_STATE
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8")), folder / TENSORS

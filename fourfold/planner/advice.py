@@ -121,7 +121,8 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
 
 def _of_other_models(config: RunConfig) -> set[str]:
     """Roles that are not made of the run's model."""
-    theirs = {"reward": config.reward.source == "model", "reference": bool(config.reference.model)}
+    reference = bool(config.reference.model) or config.reference.engine != "torch"
+    theirs = {"reward": config.reward.source == "model", "reference": reference}
     return {role for role, other in theirs.items() if other}
 
 

@@ -18,7 +18,7 @@ from fourfold.planner.bill import Moment
 from fourfold.planner.candidates import Candidate, Candidates
 from fourfold.planner.choices import Dimension, Option, dimensions
 from fourfold.planner.layout import Layout
-from fourfold.planner.levers import Lever
+from fourfold.planner.lever import Lever
 
 # What saves most by its declaration may not be what saves most here: so much more than the budget is looked at closer.
 CLOSE = 1.1

@@ -12,7 +12,8 @@ from fourfold.config.checks.memory import needs_cuda
 from fourfold.config.checks.precision import precision
 from fourfold.config.loading import Contradiction, with_settings
 from fourfold.config.schema import RunConfig
-from fourfold.planner.levers import LEVERS, Lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS
 from fourfold.planner.scene import WIDTHS, Scene
 
 

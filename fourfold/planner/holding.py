@@ -17,7 +17,10 @@ def elsewhere(scene: Scene, role: Part) -> bool:
 
 def residency(scene: Scene, role: Part) -> str:
     """Where a role's own weights are; what is trained, and the trunk, is kept."""
-    section = {"reference": scene.config.reference, "reward": scene.config.reward}.get(role)
+    reference = scene.config.reference
+    section = {"reference": reference, "reward": scene.config.reward}.get(role)
+    if role == "reference" and reference.engine != "torch" and reference.residency == "keep" and not scene.on_cpu:
+        return "cpu"  # llama.cpp computes on the host
     return "keep" if section is None else section.residency
 
 

@@ -3,66 +3,14 @@
 tests/training/test_levers.py runs whatever stands in this list, and every pair, on a whole update; docs/memory.md tells
 the same for people, and benchmarks/levers.py measures it at a real model's sizes. The mechanism lies
 in the module named in `where`.
-
-How far a lever may change an update is |difference of the weights' moves| / |move| over one step of PPO on a tiny
-model, actor and critic together. Both sides learn from the same responses, which the side without the lever draws, so
-that it is the lever and not another draw; all else (log-probs, values, scores) each side computes itself. Two updates
-that have nothing in common are sqrt(2) apart. Levers that hold weights in fewer bits have two bounds: by `bound` the
-update is that of the same rounded weights held in float32, so that nothing is lost but by rounding, and by
-`rounding` that one is near the update of the weights as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-# What a lever does to an update: nothing, bit for bit; no more than its bound; or other parameters are trained at all.
-Change = Literal["exact", "bounded", "other parameters"]
-
-
-@dataclass(frozen=True)
-class Lever:
-    """One memory or compute measure."""
-
-    name: str
-    where: str  # the module with the mechanism
-    settings: Mapping[str, Any]  # dotted keys that switch it on, as in a configuration
-    saves: str
-    costs: str
-    change: Change
-    bound: float = 0.0  # "bounded": largest change of an update
-    rounding: float = 0.0  # for weights in fewer bits: largest change by their rounding alone, to which `bound` adds
-    trunk_bound: float = 0.0  # the same for one that is exact but not over a cached trunk
-    baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
-    excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
-    not_planned: str = ""  # why a search for a plan never takes it; nothing: it may (fourfold.planner.search)
-    planned: Mapping[str, Any] = field(default_factory=dict)  # what a plan sets, where `settings` suit tiny models only
-    halves: tuple[str, str] | None = None  # a key, and that of all rows: a plan takes a half of them, a quarter, ...
-
-    @property
-    def switches(self) -> Mapping[str, Any]:
-        """What a plan sets, besides a part of the rows: not what only makes a comparison a fair one."""
-        part = self.halves[0] if self.halves else ""
-        return self.planned or {
-            key: value
-            for key, value in self.settings.items()
-            if key != part and (key not in self.baseline or self.baseline[key] != value)
-        }
-
-    @property
-    def rounds(self) -> bool:
-        """Whether an update is another one than that without it by more than the order of sums makes it."""
-        return self.change == "bounded" and max(self.bound, self.rounding) > ORDER_OF_SUMS
-
-    def bound_over(self, *, trunk: bool) -> float:
-        """The bound with or without a cached trunk; 0 is bit-equality."""
-        return self.bound + (self.trunk_bound if trunk else 0.0)
-
-
-# The largest bound of levers that change an update by nothing but the order in which the same numbers are added up.
-ORDER_OF_SUMS = 1e-4
+from fourfold.planner.lever import Lever
 
 SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
@@ -94,7 +42,8 @@ LEVERS: tuple[Lever, ...] = (
         settings={"sharing.mode": "trunk", "trunk.train": True},
         baseline=SEPARATE,
         saves="one of two trained copies of the lower layers with its moments; one pass for actor and critic",
-        costs="no cached activations; a frozen copy of the lower layers for reference and reward",
+        costs="no cached activations; a frozen copy of the lower layers for reference and reward, which stays when "
+        "they are parked, streamed or at a service",
         change="other parameters",
         excludes=(
             "int8 base",
@@ -173,7 +122,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reference", "service reference"),
+        excludes=("llama.cpp reference", "stream reference", "service reference"),
     ),
     Lever(
         name="stream reference",
@@ -182,7 +131,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reference", "service reference"),
+        excludes=("llama.cpp reference", "park reference", "service reference"),
     ),
     Lever(
         name="park reward",
@@ -211,7 +160,13 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own; on another kind of machine KL is off by rounding",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reference", "stream reference", "int8 reference", "half-precision frozen roles"),
+        excludes=(
+            "llama.cpp reference",
+            "park reference",
+            "stream reference",
+            "int8 reference",
+            "half-precision frozen roles",
+        ),
         not_planned="needs a service that somebody has started",
     ),
     Lever(
@@ -320,6 +275,7 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=0.1,
         excludes=(
+            "llama.cpp reference",
             "bfloat16",
             "offload optimizer",
             "int8 base",
@@ -365,7 +321,13 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=1e-4,
         rounding=0.02,
-        excludes=("adapters", "adapters over a trunk", "service reference", "half-precision frozen roles"),
+        excludes=(
+            "llama.cpp reference",
+            "adapters",
+            "adapters over a trunk",
+            "service reference",
+            "half-precision frozen roles",
+        ),
     ),
     Lever(
         name="int8 reward",
@@ -377,6 +339,24 @@ LEVERS: tuple[Lever, ...] = (
         bound=1e-4,
         rounding=0.2,
         excludes=("adapters", "adapters over a trunk", "service reward", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="llama.cpp reference",
+        where="fourfold.models.llama_roles",
+        settings={"reference.engine": "llama_cpp_q8_0"},
+        saves="torch's copy of the reference; a GGUF file in Q8_0 (8.5 bits a weight) is read instead, by the CPU",
+        costs="a KL that is off by the rounding; passes from the ids on, over a cached trunk too; writing the file",
+        change="bounded",
+        bound=0.05,
+        excludes=(
+            "park reference",
+            "stream reference",
+            "service reference",
+            "int8 reference",
+            "half-precision frozen roles",
+        ),
+        package="llama_cpp",
+        not_planned="needs an optional package that compiles for minutes",
     ),
 )
 

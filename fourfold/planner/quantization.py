@@ -4,6 +4,11 @@ from __future__ import annotations
 
 QUANTIZED = ("int8", "int8_dynamic", "nf4")
 
+# By llama.cpp: written with matrices in float16 or Q8_0, or the .gguf file that model.path names, as it is.
+BY_LLAMA_CPP = ("llama_cpp", "llama_cpp_q8_0", "gguf")
+# Bytes a weight of what is written: Q8_0 has a float16 scale for 32 numbers of 8 bits.
+GGUF_BYTES = {"llama_cpp": 2.0, "llama_cpp_q8_0": 34 / 32}
+
 # bitsandbytes: a scale for 64 numbers, itself in 8 bits, with one float32 scale for 256 scales and an offset for all.
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 

@@ -10,7 +10,8 @@ from fourfold.planner.branching import Branching
 from fourfold.planner.candidates import Candidate, Candidates, Evaluate, estimate
 from fourfold.planner.choices import Option, dimensions, lever_keys
 from fourfold.planner.layout import Layout
-from fourfold.planner.levers import LEVERS, Change, Lever
+from fourfold.planner.lever import Change, Lever
+from fourfold.planner.levers import LEVERS
 from fourfold.planner.plan import Plan
 from fourfold.planner.scene import Scene
 from fourfold.planner.waterfall import plan_of

@@ -49,7 +49,7 @@ class ExternalReward:
         if not bool(valid.all()):
             raise RunFailed(
                 f"score: the reward model's scores of {int((~valid).sum())} of {len(valid)} responses are not finite; "
-                "the last good checkpoint is kept; its weights are damaged, or reward.compute is too narrow for them"
+                "the last good checkpoint is kept; its weights are damaged, or precision.reward is too narrow for them"
             )
         return scores, valid
 

@@ -117,8 +117,10 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") 
     return found
 
 
-def sft_model(folder: RunFolder) -> Path | None:
-    """What the stage sft has left, if it has finished."""
+def sft_model(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The policy that all others start from: one that is given, or what the stage sft has left, if it has finished."""
+    if config.sft.checkpoint:
+        return Path(config.sft.checkpoint).expanduser()
     return folder.model("sft") if folder.finished("sft") is not None else None
 
 

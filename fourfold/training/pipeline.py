@@ -26,7 +26,7 @@ from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
-from fourfold.training.planned import PLAN, Chosen, choose_levers, compare
+from fourfold.training.planned import PLAN, Chosen, choose_levers, note_memory, predict
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
@@ -88,8 +88,12 @@ def _check_best_metric(config: RunConfig) -> None:
 def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
     """Refuse a stage that lacks the model it starts from, before one is loaded and the folder is taken."""
     reward = config.reward
+    if config.sft.checkpoint:
+        allowed = "the folder sft/model of a run, a checkpoint of its stage sft, or a LoRA adapter of peft"
+        _check_stored(config, "policy", "sft.checkpoint", Path(config.sft.checkpoint).expanduser(), allowed)
     if reward.source == "checkpoint":
-        _check_stored_scorer(config, Path(reward.checkpoint).expanduser())
+        allowed = "the folder reward/model of a run, or a checkpoint of its stage reward"
+        _check_stored(config, "scorer", "reward.checkpoint", Path(reward.checkpoint).expanduser(), allowed)
     elif "ppo" in config.stages and folder.finished("ppo") is None and "reward" not in config.stages:
         reward_model(config, folder)
     if _reward_lacks_sft(config, folder) and is_given(config, "reward.init"):
@@ -99,21 +103,18 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
         )
 
 
-def _check_stored_scorer(config: RunConfig, folder: Path) -> None:
-    """Whether a folder holds a reward model for this run's model and cut, by its record; weights are not read."""
+def _check_stored(config: RunConfig, kind: str, key: str, folder: Path, allowed: str) -> None:
+    """Whether a folder holds such a role for this run's model and cut, by its record; weights are not read."""
     try:
-        stored_tensors(folder, record_for(config, "scorer"))
+        stored_tensors(folder, record_for(config, kind))
     except ValueError as error:
-        raise ValueError(
-            f"reward.checkpoint: {error}; allowed: the folder reward/model of a run, or a checkpoint of its stage "
-            "reward"
-        ) from error
+        raise ValueError(f"{key}: {error}; allowed: {allowed}") from error
 
 
 def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
     """Whether a reward model that is to start from the sft model finds none."""
     trains = "reward" in config.stages and config.reward.source == "train" and folder.finished("reward") is None
-    has_sft = "sft" in config.stages or folder.finished("sft") is not None
+    has_sft = "sft" in config.stages or sft_model(config, folder) is not None
     return trains and config.reward.init == "sft" and not has_sft
 
 
@@ -152,22 +153,23 @@ def _carry_out(
     Timeline(folder.root).spans("", 0, meter.take_spans())
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
+        predicted = predict(config, inputs.prompts)
+        say(predicted.said)
     if "sft" in todo:
         _stage(
             config,
             folder,
             meter,
             "sft",
-            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft")),
+            lambda: train_sft(config, base, TextCache(base), inputs.texts, inputs.texts_test, folder.stage("sft"), say),
         )
     if "reward" in todo:
-        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder))
+        _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder, say))
     if "ppo" in todo:
-        stores = Stores(sft_model(folder), reward_model(config, folder))
+        stores = Stores(sft_model(config, folder), reward_model(config, folder))
         inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
-        if why_not := compare(config, inputs.prompts, folder):
-            say(why_not)
+        note_memory(predicted, folder)
 
 
 def planned_ppo(config: RunConfig, prompts: int) -> str:
@@ -183,7 +185,7 @@ def planned_ppo(config: RunConfig, prompts: int) -> str:
     )
 
 
-def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) -> dict[str, Any]:
+def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder, say: Say) -> dict[str, Any]:
     if config.reward.source != "train":
         return {"source": config.reward.source}
     return train_reward(
@@ -193,8 +195,9 @@ def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder) ->
         inputs.pairs,
         inputs.pairs_test,
         inputs.texts,
-        sft_model(folder),
+        sft_model(config, folder),
         folder.stage("reward"),
+        say,
     )
 
 

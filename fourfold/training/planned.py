@@ -16,7 +16,8 @@ from fourfold.models.loading import device_of
 from fourfold.planner.bill import PHASES
 from fourfold.planner.footprint import footprint
 from fourfold.planner.hardware.machine import GIB, Cluster, Device, Node
-from fourfold.planner.levers import LEVERS, Change
+from fourfold.planner.lever import Change
+from fourfold.planner.levers import LEVERS
 from fourfold.planner.plan import Plan
 from fourfold.planner.remedies import remedies, shortage
 from fourfold.planner.request import architectures_of, host_memory, lengths_of
@@ -117,28 +118,42 @@ def _said(plan: Plan) -> list[str]:
     return lines
 
 
-def compare(config: RunConfig, prompts: Sequence[Sequence[int]], folder: RunFolder) -> str:
-    """Note predicted and measured peak bytes of ppo by phase and role in plan.json; returns why there are none, or "".
+@dataclass(frozen=True)
+class Prediction:
+    """Peak bytes of ppo by phase, and by phase and role as "phase/role"; where there are none, `said` says why."""
 
-    Of resolved settings, when ppo has finished. Lengths are the longest that the prompts and the settings allow.
+    peaks: dict[str, int]
+    said: str
+
+
+def predict(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Prediction:
+    """What ppo will take by the planner, of resolved settings: before it begins, so that no run ends by a prediction.
+
+    Lengths are the longest that the prompts and the settings allow.
     """
     try:
         models, _ = architectures_of(config)
     except ValueError as error:
-        return f"memory is not predicted: {error}"
+        return Prediction({}, f"memory is not predicted: {error}")
     longest, new = max(len(prompt) for prompt in prompts), config.sampling.max_new_tokens
     mean = sum(len(prompt) for prompt in prompts) / len(prompts)
     bill = footprint(Scene(config, models, _this_device(config), Lengths(longest, new, mean, new)))
+    peaks = {str(moment): bill.held(moment) for moment in bill.moments}
+    peaks |= {phase: bill.peak(phase)[1] for phase in PHASES if any(each.phase == phase for each in bill.moments)}
+    moment, most = bill.peak()
+    return Prediction(peaks, f"memory: {size(most)} are predicted at most, in {moment}")
+
+
+def note_memory(predicted: Prediction, folder: RunFolder) -> None:
+    """Write predicted beside measured bytes into plan.json, when ppo has finished."""
     measured = _measured(folder)
-    predicted = {str(moment): bill.held(moment) for moment in bill.moments}
-    predicted |= {phase: bill.peak(phase)[1] for phase in PHASES if any(each.phase == phase for each in bill.moments)}
     both = {
-        name: {"predicted_bytes": predicted[name], "measured_bytes": measured[name]}
-        for name in predicted
+        name: {"predicted_bytes": peak, "measured_bytes": measured[name]}
+        for name, peak in predicted.peaks.items()
         if name in measured
     }
-    folder.write_json(PLAN, (folder.read_json(PLAN) or {}) | {"memory": both})
-    return ""
+    if both:
+        folder.write_json(PLAN, (folder.read_json(PLAN) or {}) | {"memory": both})
 
 
 def _this_device(config: RunConfig) -> Cluster:
@@ -149,12 +164,13 @@ def _this_device(config: RunConfig) -> Cluster:
 
 
 def _measured(folder: RunFolder) -> dict[str, int]:
-    """The most bytes by phase, and by phase and role, over all steps and processes of the run."""
+    """The most bytes by phase, and by phase and role, over all of ppo's steps and loads and processes of the run."""
     peaks: dict[str, int] = {}
-    for row in read_jsonl(folder.stage("ppo") / TIMELINE):
-        if row["kind"] == "span":
+    for row in read_jsonl(folder.root / TIMELINE):
+        # Of roles that score beside sampling there are no bytes.
+        if row["kind"] != "span" or row["stage"] not in ("", "ppo") or (peak := row["peak_bytes"]) is None:
+            continue
+        if row["phase"] in PHASES:
             name = f"{row['phase']}/{row['role']}" if row["role"] else row["phase"]
-            peaks[name] = max(peaks.get(name, 0), row["peak_bytes"])
-    if (loaded := folder.spent().get("load")) is not None:
-        peaks["load"] = max(peaks.get("load", 0), loaded.peak_bytes)
+            peaks[name] = max(peaks.get(name, 0), peak)
     return peaks

@@ -13,6 +13,7 @@ from torch import nn
 
 from fourfold.backends.local import LocalOptimizer
 from fourfold.backends.scaling import LossScale
+from fourfold.config.checks import reference_at_llama_cpp
 from fourfold.config.schema import MemorySection, OptimizerSection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
@@ -39,7 +40,7 @@ from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.rows import TIMED_PHASES
-from fourfold.training.services import reference_at_service, reward_at_service
+from fourfold.training.services import reference_at_llama_server, reference_at_service, reward_at_service
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
@@ -146,7 +147,9 @@ def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
 
 def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
     """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
-    if config.reference.residency == "service":
+    if reference_at_llama_cpp(config):
+        models.reference = reference_at_llama_server(config, models.base, models.actor)
+    elif config.reference.residency == "service":
         models.reference = reference_at_service(config, models.base, models.reference, models.actor)
     else:
         place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from fourfold.batch import ScoredRollout
-from fourfold.config.schema import PrecisionSection, RunConfig
+from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import computes_elsewhere, residency_of
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
+from fourfold.models.llama_roles import EnginePolicy
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.models.split import Part
@@ -72,9 +73,13 @@ class ReferenceBias:
     @classmethod
     def measured(cls, scored: ScoredRollout) -> ReferenceBias:
         """Before the first step, when both roles have the same weights."""
-        mask = scored.response_mask
-        gaps = torch.where(mask, scored.log_probs - scored.ref_log_probs, 0.0).double()
-        sums, lengths, count = gaps.sum(dim=1), scored.lengths.double(), len(gaps)
+        return cls.of(scored.log_probs - scored.ref_log_probs, scored.response_mask)
+
+    @classmethod
+    def of(cls, differences: Tensor, mask: Tensor) -> ReferenceBias:
+        """Of log p - log p_held of the tokens [batch, time] where the mask is True."""
+        gaps = torch.where(mask, differences, 0.0).double()
+        sums, lengths, count = gaps.sum(dim=1), mask.sum(dim=1).double(), len(gaps)
         mean, tokens = float(sums.sum() / lengths.sum()), int(lengths.sum())
         return cls(
             per_token_mean=mean,
@@ -150,12 +155,18 @@ class Preflight:
         bias = self.reference_bias
         if bias is None:
             return None
-        when = "measured" if self.fresh else "measured when the run began"
+        when = "measured" if self.fresh or self.own_reference else "measured when the run began"
         return (
             f"KL bias of the reference: {bias}, |difference| {bias.absolute_mean:.2e} on average and "
-            f"{bias.absolute_max:.2e} at most, {when} on {bias.tokens:,} tokens of {bias.sequences:,} responses: it is "
-            f"held {self.held()}, and the actor computes in "
+            f"{bias.absolute_max:.2e} at most, {when} on {self.measured_on(bias)}: it is held {self.held()}, and the "
+            "actor computes in "
             f"{self.actor_dtype.removeprefix('torch.')}"
+        )
+
+    def measured_on(self, bias: ReferenceBias) -> str:
+        """The tokens that a bias is a mean over: an actor with other weights says nothing of a model of its own."""
+        return (
+            f"{bias.tokens:,} tokens of {bias.sequences:,} {'given sentences' if self.own_reference else 'responses'}"
         )
 
     def held(self) -> str:
@@ -175,11 +186,14 @@ def preflight(
     size: BatchSize | None = None,
 ) -> Preflight:
     """Measure the gaps on a scored rollout, or on as many of its first rows as memory takes, and judge them and the
-    reference's `bias` (where `reference_differs`); RunFailed names the one that is too large.
+    reference's `bias` (where `reference_differs`; that of a model of its own was measured when it was loaded);
+    RunFailed names the one that is too large.
 
     `fresh` is False for a resumed run, whose actor has rightly moved away from the reference. The distance to a
     reference with a model of its own is told, not judged.
     """
+    if isinstance(models.reference, OwnPolicy) and models.reference.rounding is not None:
+        bias = ReferenceBias.of(*models.reference.rounding)
 
     def first(rows: int) -> Preflight:
         chosen = torch.arange(rows, device=scored.sequences.device)
@@ -200,7 +214,7 @@ def _measure(
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = bounds_of(actor.branch, models.base.trunk)
-    own_reference = isinstance(models.reference, OwnPolicy)
+    own_reference = bool(config.reference.model)
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -218,7 +232,8 @@ def _measure(
         reference_where=_elsewhere(models.reference),
         reference_bias=bias,
     )
-    if result.actor_dtype != result.reference_dtype and not config.precision.reference_differs:
+    rounded = config.precision.reference_differs or isinstance(models.reference, EnginePolicy)
+    if result.actor_dtype != result.reference_dtype and not rounded:
         raise RunFailed(
             f"pre-flight: actor runs in {result.actor_dtype}, reference in {result.reference_dtype}; the KL between "
             "them would be biased; give both the same precision"
@@ -230,8 +245,8 @@ def _measure(
         "dropout, position ids or masks differ between passes",
     )
     if bias is not None:
-        _require_small(bias, result, config.precision)
-    if fresh and not own_reference and not config.precision.reference_differs:
+        _require_small(bias, result, config)
+    if fresh and not own_reference and not rounded:
         # Elsewhere other kernels compute, and a service makes the trunk's activations anew: as between the sampler and
         # the trainer.
         allowed = bounds.sampler if result.reference_where else bounds.kl
@@ -247,7 +262,7 @@ def _measure(
 
 def reference_differs(models: FourModels, config: RunConfig) -> bool:
     """Whether a reference with the actor's weights may have other numbers, of which a bias is to be measured."""
-    own = isinstance(models.reference, OwnPolicy)
+    own = bool(config.reference.model)
     return not own and (config.precision.reference_differs or computes_elsewhere(models.reference))
 
 
@@ -257,7 +272,9 @@ def _elsewhere(reference: Policy) -> str:
 
 
 def _held(models: FourModels, config: RunConfig) -> str:
-    """How the reference's own weights are held: in fewer bits, or in the type that it computes in."""
+    """How the reference's own weights are held: by another engine, in fewer bits, or in the type it computes in."""
+    if isinstance(models.reference, EnginePolicy):
+        return models.reference.held
     kind = config.precision.reference
     return kind if kind in QUANTIZED else str(models.reference.branch.compute_dtype)
 
@@ -273,14 +290,19 @@ def bounds_of(*parts: Part | None) -> Bounds:
     return max(found, key=lambda bounds: bounds.ratio)
 
 
-def _require_small(bias: ReferenceBias, found: Preflight, precision: PrecisionSection) -> None:
+def _require_small(bias: ReferenceBias, found: Preflight, config: RunConfig) -> None:
+    precision, engine = config.precision, config.reference.engine != "torch"
     if bias.beyond(precision.max_reference_bias):
-        causes = {"precision.reference": precision.reference_differs, "reference.residency": found.reference_where}
+        causes = {
+            "precision.reference": precision.reference_differs,
+            "reference.engine": engine,
+            "reference.residency": found.reference_where and not engine,
+        }
         raise RunFailed(
             f"pre-flight: the reference {found.held()} biases every KL by {bias} (allowed a token by "
             f"precision.max_reference_bias: {precision.max_reference_bias:g}, and {ERRORS_ALLOWED:g} standard errors): "
-            f"the mean difference, on {bias.tokens:,} tokens of {bias.sequences:,} responses, from the same weights in "
-            f"the actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on average and "
+            f"the mean difference, on {found.measured_on(bias)}, from the same weights in the "
+            f"actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on average and "
             f"{bias.absolute_max:.2e} at most; leave out {' and '.join(filter(causes.get, causes))}, or allow more"
         )
 

@@ -7,6 +7,7 @@ as a run holds them otherwise; on held-out texts and pairs of the run, batch by 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,13 +27,16 @@ from fourfold.memory.budget import tensor_bytes
 from fourfold.memory.quantization import library, quantize
 from fourfold.models.adapters import is_adapter
 from fourfold.models.assembly import record_for
+from fourfold.models.llama_roles import BOUND
 from fourfold.models.loading import Base, load_base
 from fourfold.models.quantized import LOG_PROB_BOUNDS, SCORE_BOUNDS
 from fourfold.models.roles import Activations, Policy, Scorer, freeze
 from fourfold.models.split import Part
 from fourfold.models.storage import load_role
+from fourfold.planner.quantization import BY_LLAMA_CPP
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Records, encode_inputs
+from fourfold.training.llama_bench import run_by_llama_cpp
 from fourfold.training.pipeline import prepare
 from fourfold.training.results import load_reference
 from fourfold.training.reward_model import Pair
@@ -42,6 +46,7 @@ from fourfold.training.texts import TextCache, draw
 ROWS_AT_ONCE = 16
 AS_HELD = "as held"
 Say = Callable[[str], None]
+_Scores = dict[tuple[int, ...], float]  # by text
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,10 @@ def bench_quantization(config: RunConfig, kinds: Sequence[str], rows: int, say: 
     for kind in kinds:
         say(f"measuring {kind}")
         try:
-            lines.append(_line(kind, models, batches, scored, before, pairs))
+            make = _llama_line if kind in BY_LLAMA_CPP else _line
+            line, after = make(kind, config, base, models, batches, scored)
+            line = _with_scores(line, before, after, pairs)
+            lines.append(replace(line, note="; ".join(filter(None, (line.note, _beyond(line))))))
         except (ValueError, RuntimeError) as error:
             lines.append(Line(kind, note=f"cannot run here: {str(error).splitlines()[0]}"))
     tokens = sum(len(text) - 1 for text in batches.texts)
@@ -195,13 +203,9 @@ def _data(config: RunConfig, base: Base, rows: int, say: Say) -> tuple[Texts, li
 
 
 def _line(
-    kind: str,
-    models: _Models,
-    batches: _Batches,
-    scored: _Batches,
-    before: dict[tuple[int, ...], float],
-    pairs: Sequence[Pair],
-) -> Line:
+    kind: str, config: RunConfig, base: Base, models: _Models, batches: _Batches, scored: _Batches
+) -> tuple[Line, _Scores]:
+    """Without the scores' errors; and the scores."""
     other = models.quantized(kind)
     differences, exact, speed = _compare(models, other, batches)
     line = Line(
@@ -213,23 +217,48 @@ def _line(
         kl_exact=float(exact.mean()),
         speed=speed,
     )
-    if before:
-        after = _scores(other, scored)
-        old, new = (torch.tensor([scores[text] for text in scored.texts]) for scores in (before, after))
-        line = replace(
-            line,
-            score_gap=float((new - old).abs().mean() / old.std()),
-            score_rank_correlation=spearman(old, new),
-            pair_accuracy=_accuracy(after, pairs),
+    return line, _scores(other, scored)
+
+
+def _llama_line(
+    kind: str, config: RunConfig, base: Base, models: _Models, batches: _Batches, scored: _Batches
+) -> tuple[Line, _Scores]:
+    """The same by llama.cpp, whose speed includes the head, as that of torch beside it does."""
+    with run_by_llama_cpp(kind, config, base, models.policy, models.scorer) as engines:
+        differences, exact, speed = engines.compare(models.policy, ((ids, models.inputs(ids)) for ids in batches))
+        tuned = kind == "gguf" and RunFolder(Path(config.output).expanduser()).finished("sft") is not None
+        line = Line(
+            kind,
+            reference_bytes=engines.policy.file.stat().st_size,
+            reward_bytes=None if engines.scorer is None else engines.scorer.file.stat().st_size,
+            kl_bias=-float(differences.mean()),
+            log_prob_gap=float(differences.abs().mean()),
+            kl_exact=float(exact.mean()),
+            speed=speed,
+            note="the model before sft" if tuned else "",
         )
-    return replace(line, note=_beyond(line))
+        if models.scorer is None or engines.scorer is None:
+            return line, {}
+        return line, dict(zip(scored.texts, engines.scores(models.scorer, scored), strict=True))
+
+
+def _with_scores(line: Line, before: _Scores, after: _Scores, pairs: Sequence[Pair]) -> Line:
+    if not after:
+        return line
+    old, new = (torch.tensor([scores[text] for text in before]) for scores in (before, after))
+    return replace(
+        line,
+        score_gap=float((new - old).abs().mean() / old.std()),
+        score_rank_correlation=spearman(old, new),
+        pair_accuracy=_accuracy(after, pairs),
+    )
 
 
 def _beyond(line: Line) -> str:
     """Whether a run would be refused with these errors, were they those on its probe."""
     measured = {
-        "log-probs": (line.log_prob_gap, LOG_PROB_BOUNDS[line.kind]),
-        "scores": (line.score_gap, SCORE_BOUNDS[line.kind]),
+        "log-probs": (line.log_prob_gap, LOG_PROB_BOUNDS.get(line.kind, BOUND)),
+        "scores": (line.score_gap, SCORE_BOUNDS.get(line.kind, math.inf)),  # llama.cpp runs no reward model
     }
     over = [f"{what} beyond {bound:g}" for what, (gap, bound) in measured.items() if gap is not None and gap > bound]
     return ", ".join(over)
@@ -265,7 +294,7 @@ def _states(models: _Models, ids: Activations) -> Tensor:
 
 
 @torch.no_grad()
-def _scores(models: _Models, batches: _Batches) -> dict[tuple[int, ...], float]:
+def _scores(models: _Models, batches: _Batches) -> _Scores:
     """By text; empty without a reward model."""
     if models.scorer is None:
         return {}
@@ -273,7 +302,7 @@ def _scores(models: _Models, batches: _Batches) -> dict[tuple[int, ...], float]:
     return dict(zip(batches.texts, scores, strict=True))
 
 
-def _accuracy(scores: dict[tuple[int, ...], float], pairs: Sequence[Pair]) -> float | None:
+def _accuracy(scores: _Scores, pairs: Sequence[Pair]) -> float | None:
     """Share of pairs whose chosen text has the higher score; a tie counts half."""
     if not scores or not pairs:
         return None

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
 from fourfold.memory.budget import BatchSizes
-from fourfold.memory.precision import DTYPES, dtype_of
-from fourfold.memory.quantization import dequantize, kind_of
-from fourfold.models.adapters import is_adapted, merge_adapters
+from fourfold.memory.precision import DTYPES
 from fourfold.models.assembly import record_for
-from fourfold.models.loading import Base, load_base, load_causal_lm
+from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Policy
-from fourfold.models.split import Part, layout_of
 from fourfold.models.storage import load_own_tensors, load_role
 from fourfold.models.trunk import trainable_copy
-from fourfold.planner.quantization import QUANTIZED
+from fourfold.models.whole import whole_model
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore
-from fourfold.training.folder import RunFolder, saved_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from fourfold.training.folder import RunFolder, saved_config, sft_model
 
 
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
@@ -58,8 +49,8 @@ def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) 
 def load_reference(config: RunConfig, base: Base, folder: RunFolder) -> Policy:
     """The policy that the actor started from."""
     reference = base.new_policy()
-    if folder.finished("sft") is not None:
-        load_role(folder.model("sft"), reference, record_for(config, "policy"))
+    if (start := sft_model(config, folder)) is not None:
+        load_role(start, reference, record_for(config, "policy"))
     return reference
 
 
@@ -136,14 +127,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     config = saved_config(folder.root)
     base = load_base(config)
     actor = load_actor(config, base, folder, best=best)
-    # Shared weights are read in the type that the run held them in, which float32 holds exactly; trained are float32.
-    held, compute = config.precision.frozen, actor.branch.compute_dtype
-    floats = compute if held in QUANTIZED else dtype_of(held, compute)
-    read_in = floats if base.shares_head else torch.float32
-    model, tokenizer = load_causal_lm(config.model.path, Path(config.model.cache), read_in)
-    model = model.float()
-    _copy_branch(actor, model)
-    _copy_quantized(base.trunk, model)
+    model, tokenizer = whole_model(config, base, actor)
     assert model.generation_config is not None, "a causal language model has one"
     ends = sorted(base.eos_ids)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
@@ -162,45 +146,3 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
-
-
-def _copy_branch(actor: Policy, model: PreTrainedModel) -> None:
-    """Put the actor's own layers in their places of the whole model."""
-    if is_adapted(actor.branch):
-        actor = copy.deepcopy(actor)  # with a base of its own, in float32: the sum is rounded once, at the very end
-        merge_adapters(actor.branch.float())
-    layout = layout_of(model)
-    whole, body = getattr(model, layout.body), actor.branch.body
-    layers, own = getattr(whole, layout.layers), getattr(body, layout.layers)
-    for target, source in zip(layers[len(layers) - len(own) :], own, strict=True):
-        _copy_layer(source, target)
-    if actor.trunk is not None:
-        for target, source in zip(layers, actor.trunk.layers, strict=False):  # those above are the branch's
-            _copy_layer(source, target)
-    names = [layout.norm]
-    if actor.branch.takes_ids:
-        names += [name for name in (layout.embedding, layout.learned_positions) if name]
-        linear: Any = model.get_output_embeddings()
-        linear.weight.copy_(actor.head.weight)
-    for name in names:
-        getattr(whole, name).load_state_dict(getattr(body, name).state_dict())
-
-
-def _copy_quantized(trunk: Part | None, model: PreTrainedModel) -> None:
-    """Of a quantised trunk, what the actor was trained above."""
-    if trunk is not None and kind_of(trunk):
-        layers = getattr(getattr(model, layout_of(model).body), layout_of(model).layers)
-        for source, target in zip(trunk.layers, layers, strict=False):
-            _copy_layer(source, target)
-
-
-def _copy_layer(source: nn.Module, target: nn.Module) -> None:
-    """Put a decoder layer's numbers into another one: quantised ones are what their codes stand for."""
-    if kind_of(source):
-        source = copy.deepcopy(source)
-        dequantize(source)
-    state = source.state_dict()
-    for name, module in source.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(target.get_submodule(name), nn.Linear):
-            state[f"{name}.weight"] = module.weight.t()  # GPT-2's own layers keep [inputs, outputs]
-    target.load_state_dict(state)

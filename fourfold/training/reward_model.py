@@ -17,7 +17,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Scorer, make_trainable, scorer_on
 from fourfold.models.storage import load_role, save_role
 from fourfold.training.census import stage_census
-from fourfold.training.stage import Stage, learn_from, stage_optimizer, stage_size
+from fourfold.training.stage import Say, Stage, learn_from, say_what_is_trained, stage_optimizer, stage_size
 from fourfold.training.supervised import Texts, fill_cache
 from fourfold.training.texts import TextCache, draw, epoch_batches
 
@@ -78,6 +78,7 @@ def train_reward(
     texts: Texts,
     sft: Path | None,
     folder: Path,
+    say: Say,
 ) -> dict[str, float]:
     """Train the reward model and store it in `folder`/model; returns the stage's metrics.
 
@@ -94,6 +95,7 @@ def train_reward(
     fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + yardstick, "reward: trunk activations")
     scorer = _initial_scorer(config, base, sft)
     make_trainable(scorer, with_language_head=False, memory=config.memory)
+    say_what_is_trained("reward", scorer, base, say)
     lengths = [max(len(a), len(b)) for a, b in pairs]
     batches = [
         batch

@@ -25,7 +25,7 @@ def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
     folder = RunFolder(Path(config.output).expanduser())
     reward = reward_model(config, folder) if "reward" in roles else None
     base = load_base(config)
-    policy, scorer, weights = frozen_roles(config, base, sft_model(folder), reward, roles)
+    policy, scorer, weights = frozen_roles(config, base, sft_model(config, folder), reward, roles)
     records = {"reference": record_for(config, "policy"), "reward": record_for(config, "scorer")}
     return Hosted(
         base,
@@ -47,7 +47,11 @@ def _require_of_the_base(config: RunConfig, roles: Collection[str]) -> None:
     """Exactly what a run may leave to a service: ValueError where a role is not made of the run's own model."""
     have = roles_of(config)
     reasons = {
-        "reference": f"reference.model = {config.reference.model!r} is not the run's own model",
+        "reference": (
+            f"reference.model = {config.reference.model!r} is not the run's own model"
+            if config.reference.model
+            else f"reference.engine = {config.reference.engine!r} holds the reference in the run's own process"
+        ),
         "reward": f"reward.source = {config.reward.source!r} has no reward model of the run's own",
     }
     if others := [role for role in roles if role not in have]:

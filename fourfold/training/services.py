@@ -11,11 +11,13 @@ from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for
 from fourfold.models.identity import weights_in_folder, weights_of_role
+from fourfold.models.llama_roles import EnginePolicy, form_of, torch_reference, verify_engine
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.client import Service
 from fourfold.scoring.service.hosted import Identity
+from fourfold.scoring.service.llama_server import LlamaServer, ordinary_ids
 from fourfold.scoring.service.roles import RemotePolicy, RemoteRole, ServiceReward
 from fourfold.training.folder import RunFolder, reward_model
 from fourfold.training.preflight import bounds_of
@@ -36,8 +38,18 @@ def reference_at_service(config: RunConfig, base: Base, form: Policy, actor: Pol
     return reference
 
 
+def reference_at_llama_server(config: RunConfig, base: Base, actor: Policy) -> EnginePolicy:
+    """The reference at llama.cpp's own server, which has to hold what `actor` is now, or `reference.model`."""
+    server = LlamaServer(config.service, ordinary_ids(base.tokenizer) - base.eos_ids)
+    model = torch_reference(config, base, actor)
+    verify_engine(server, model, base.tokenizer, server.url)
+    reference = EnginePolicy(form_of(model), server, "its file's types")
+    reference.residency = server
+    return reference
+
+
 def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Scorer) -> ServiceReward:
-    """The reward model; a critic that starts from it has the same weights, and then its numbers are compared."""
+    """The reward model; a critic that starts from it and computes alike has the same numbers, which are compared."""
     remote = RemoteRole(Service(config.service), "reward", max_rows=config.service.max_rows)
     record, stored = record_for(config, "scorer"), reward_model(config, RunFolder(Path(config.output).expanduser()))
     assert stored is not None, "a function is no model"
@@ -47,7 +59,7 @@ def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Score
     probe, activations = _probe(base)
     with torch.no_grad():
         there, _ = reward(activations, probe)
-        if config.critic.init == "reward":
+        if config.critic.init == "reward" and not config.precision.critic_differs:
             here = critic.scores(activations)
             gap = (here - there).abs() / here.abs().clamp(min=1.0)  # scores have a scale of their own
             _require_close("reward", "scores", float(gap.max()), base)

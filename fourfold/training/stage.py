@@ -18,6 +18,7 @@ from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted, RunFailed
 from fourfold.memory.budget import BatchSize, stops_when_short
 from fourfold.memory.meter import PhaseUsage
+from fourfold.memory.quantization import stands_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
@@ -26,6 +27,24 @@ from fourfold.training.folder import RunFolder
 from fourfold.training.signals import StopRequest
 
 Item = TypeVar("Item")
+Say = Callable[[str], None]
+
+
+def say_what_is_trained(name: str, role: Policy | Scorer, base: Base, say: Say) -> None:
+    """How many of the role's parameters a stage trains; a warning where no matrix of a decoder layer is among them."""
+    parts = [role, *([] if base.trunk is None else [base.trunk])]
+    held = {id(p): p for part in parts for p in part.parameters()}
+    numbers = {key: p.numel() for key, p in held.items()}
+    for part in parts:
+        numbers |= {key: count for key, (_, count) in stands_for(part).items()}
+    trained, whole = sum(numbers[key] for key, p in held.items() if p.requires_grad), sum(numbers.values())
+    say(f"{name}: trains {trained:,} of {whole:,} parameters ({100 * trained / whole:.2g} %)")
+    if not any(p.requires_grad and p.ndim >= 2 for p in role.branch.parameters()):
+        say(
+            f"warning: {name}: no matrix of a decoder layer is among them: above a trunk of all layers (trunk."
+            "branch_layers = 0) this stage has little to learn with, because the trunk is trained in ppo only; set "
+            f"trunk.branch_layers to 1 or more, or leave {name!r} out of stages"
+        )
 
 
 def stage_optimizer(

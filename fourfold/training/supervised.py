@@ -18,7 +18,7 @@ from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, make_trainable
 from fourfold.models.storage import save_role
 from fourfold.training.census import stage_census
-from fourfold.training.stage import Stage, learn_from, stage_optimizer, stage_size
+from fourfold.training.stage import Say, Stage, learn_from, say_what_is_trained, stage_optimizer, stage_size
 from fourfold.training.texts import TextCache, epoch_batches
 
 Texts = Sequence[Sequence[int]]
@@ -63,13 +63,14 @@ def fill_cache(cache: TextCache, texts: Texts, title: str) -> None:
 
 
 def train_sft(
-    config: RunConfig, base: Base, cache: TextCache, texts: Texts, test: Texts, folder: Path
+    config: RunConfig, base: Base, cache: TextCache, texts: Texts, test: Texts, folder: Path, say: Say
 ) -> dict[str, float]:
     """Train the policy on texts and store it in `folder`/model; returns the stage's metrics."""
     settings, record = config.sft, record_for(config, "policy")
     fill_cache(cache, [*texts, *test], "sft: trunk activations")
     policy = base.new_policy()
     make_trainable(policy, with_language_head=not base.shares_head, memory=config.memory)
+    say_what_is_trained("sft", policy, base, say)
     size = stage_size("sft", "sft policy", settings.micro_batch_size, config, base)
     metrics: dict[str, float] = {"texts": len(texts)}
     if test:

@@ -127,6 +127,15 @@ def test_a_saved_plan_is_a_configuration_that_plans_to_itself(tmp_path: Path) ->
         assert step["lever"] in saved.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("budget", "code"), [("6GiB", 0), ("1GiB", 3)])
+def test_a_page_is_written_whether_a_plan_fits_or_not(tmp_path: Path, budget: str, code: int) -> None:
+    page = tmp_path / "plan.html"
+    text = plan(*MODEL, "--set", 'sharing.mode="none"', "--budget", budget, "--page", str(page), code=code)
+    assert f"{page} written; open it in a browser" in text
+    html = page.read_text(encoding="utf-8")
+    assert "smollm2-135m on A100-80GB" in html and ("Does not fit" in html) == bool(code)
+
+
 def test_settings_of_a_file_are_kept_and_freed(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(RUN, encoding="utf-8")
@@ -159,6 +168,7 @@ def test_settings_of_a_file_are_kept_and_freed(tmp_path: Path) -> None:
         ((*MODEL, "--refuse", "nf5 base"), r"--refuse 'nf5 base': no such lever; allowed: .*nf4 base"),
         ((*MODEL, "--set", "memory.chekpointing=1"), r"unknown key .*nearest known key: memory.checkpointing"),
         ((*MODEL, "--set", 'stages=["sft"]'), r"stages are \['sft'\]; a plan is one of the stage 'ppo'"),
+        ((*MODEL, "--page", "."), r"--page \.: is a folder; give the name of a file, such as \./plan.html"),
         (("no-such.toml", "--hardware", "a100-80"), r"no-such.toml: 1 problem\n  no such file"),
     ],
 )

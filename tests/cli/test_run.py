@@ -53,7 +53,7 @@ def test_a_run_shows_what_came_out_and_its_proposals_work(
 
     files = next(line for line in lines if line.startswith("files: my runs/first ("))
     names = files.partition("(")[2].rstrip(")").split(", ")
-    assert names == ["summary.json", "sft/model", "reward/model", "ppo/metrics.jsonl", "ppo/model"]
+    assert names == ["summary.json", "plan.json", "sft/model", "reward/model", "ppo/metrics.jsonl", "ppo/model"]
     assert all((tmp_path / "my runs" / "first" / name).exists() for name in names)
 
     sample, export, again = (shlex.split(line) for line in lines[lines.index("try next:") + 1 :])

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget
-from fourfold.models.external import External, load_external
+from fourfold.memory.quantization import QuantizedLinear
+from fourfold.models.external import QUANTIZED_BOUNDS, External, load_external
 from tiny import tiny_classifier, tiny_directory
 
 PROMPTS = ["what is rain?", "the sea", "a"]
@@ -24,13 +25,13 @@ RESPONSES = [" water.", " is wide and blue, and never still.", " b"]
 LABELS = ("BAD", "SO SO", "GOOD")
 
 
-def config_for(model: Path, **reward: Any) -> RunConfig:
+def config_for(model: Path, held: str = "auto", **reward: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "output": "unused",
             "stages": ["ppo"],
             "model": {"path": "owner/actor"},
-            "precision": {"compute": "float32"},
+            "precision": {"compute": "float32"} | ({} if held == "auto" else {"reward": held}),
             "system": {"device": "cpu"},
             "data": {"prompts": {"path": "prompts.jsonl"}},
             "reward": {"source": "model", "model": str(model), **reward},
@@ -39,8 +40,8 @@ def config_for(model: Path, **reward: Any) -> RunConfig:
     )
 
 
-def external(model: Path, **reward: Any) -> External:
-    return load_external(config_for(model, **reward), Budget())
+def external(model: Path, held: str = "auto", **reward: Any) -> External:
+    return load_external(config_for(model, held, **reward), Budget())
 
 
 def scores(model: External, prompts: list[str] = PROMPTS, responses: list[str] = RESPONSES) -> Tensor:
@@ -141,7 +142,7 @@ def test_padding_ids_of_roberta_count_positions(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
 def test_half_precision_is_near_and_its_head_is_float32(folder: Path, dtype: torch.dtype, near: float) -> None:
-    exact, narrow = (external(folder / "llama", compute=str(each)[6:]) for each in (torch.float32, dtype))
+    exact, narrow = (external(folder / "llama", str(each)[6:]) for each in (torch.float32, dtype))
     kinds = {p.dtype for p in narrow.parameters()}
     assert kinds == {dtype, torch.float32} and {p.dtype for p in exact.parameters()} == {torch.float32}
     head: Any = narrow.classifier
@@ -151,8 +152,44 @@ def test_half_precision_is_near_and_its_head_is_float32(folder: Path, dtype: tor
     assert not torch.equal(scores(narrow), scores(narrow).to(dtype).float()), "not rounded to its digits"
 
 
+@pytest.mark.parametrize("kind", ["int8", "int8_dynamic", "nf4"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_in_fewer_bits_it_scores_with_the_numbers_that_the_codes_stand_for(
+    folder: Path, family: str, kind: str
+) -> None:
+    """Against the library's model with these numbers put into it; the head is float32, and FLOPs count weights."""
+    exact, held = external(folder / family), external(folder / family, kind)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder / family).eval()
+    quantized = {name: each for name, each in held.named_modules() if isinstance(each, QuantizedLinear)}
+    linear = {name for name, each in exact.named_modules() if isinstance(each, torch.nn.Linear)}
+    assert linear - quantized.keys() == {f"classifier.model.{'classifier' if family == 'bert' else 'score'}"}
+    for name, layer in quantized.items():
+        with torch.no_grad():
+            model.get_submodule(name.removeprefix("classifier.model.")).weight.copy_(layer.weight)
+    texts = [a + b for a, b in zip(PROMPTS, RESPONSES, strict=True)]
+    tokenizer = AutoTokenizer.from_pretrained(folder / family)
+    with torch.no_grad():
+        expected = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts])
+    rtol, atol = (0.05, 0.05) if kind == "int8_dynamic" else (1e-4, 1e-5)  # it rounds the activations, too
+    torch.testing.assert_close(scores(held), expected, rtol=rtol, atol=atol)
+    assert not torch.allclose(scores(exact), expected, rtol=1e-4)
+    work = []
+    for each in (exact, held):
+        each.take_work()
+        scores(each)
+        work.append(each.take_work())
+    assert work[0] == work[1]
+
+
+def test_a_model_that_does_not_bear_fewer_bits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(QUANTIZED_BOUNDS, "int8", 1e-3)
+    said = r"precision.reward = 'int8': on a probe, scores change by .* \(allowed 0.001\); Bert.* try 'auto'$"
+    with pytest.raises(ValueError, match=said):
+        external(folder / "bert", "int8")
+
+
 def test_where_and_how_wide_auto_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`reward.device` and `reward.compute`, beside a GPU that is only claimed."""
+    """`reward.device` and `precision.reward`, beside a GPU that is only claimed."""
     from fourfold.models import external as module
 
     assert module.placed(config_for(folder / "bert")) == (torch.device("cpu"), torch.float32)
@@ -161,7 +198,8 @@ def test_where_and_how_wide_auto_is(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "DTYPES", {"float32 on cuda": 1, "auto on cpu": 2, "bfloat16 on cpu": 3})
     assert module.placed(config_for(folder / "bert")) == (torch.device("cuda"), 1)
     assert module.placed(config_for(folder / "bert", device="cpu")) == (torch.device("cpu"), 2)
-    assert module.placed(config_for(folder / "bert", device="cpu", compute="bfloat16")) == (torch.device("cpu"), 3)
+    assert module.placed(config_for(folder / "bert", "bfloat16", device="cpu")) == (torch.device("cpu"), 3)
+    assert module.placed(config_for(folder / "bert", "int8", device="cpu")) == (torch.device("cpu"), 2)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])

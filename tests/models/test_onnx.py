@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, family: str, engine: str) -> External:
-    label = {"label": {"YES": 1.0, "NO": -0.5}} if family == "bert" else {}
+    label: dict[str, Any] = {"label": {"YES": 1.0, "NO": -0.5}} if family == "bert" else {}
     return load_external(config_for(folder / family, engine=engine, **label), Budget())
 
 

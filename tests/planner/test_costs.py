@@ -11,7 +11,8 @@ import pytest
 from fourfold.planner.bill import Footprint, Moment
 from fourfold.planner.costs import costs
 from fourfold.planner.layout import Layout
-from fourfold.planner.levers import LEVERS, Lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS
 from fourfold.planner.passes import passes
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.timing import CACHE_TOUCHES, HOST, SHARES, roofline

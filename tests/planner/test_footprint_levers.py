@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.planner.architectures import find_architecture
 from fourfold.planner.bill import TIERS, Footprint, Item, Moment
 from fourfold.planner.footprint import footprint, passes
-from fourfold.planner.levers import LEVERS, Lever, lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS, lever
+from fourfold.planner.scene import Scene
+from planner.scenes import A100
 from planner.small_scenes import architecture, scene
 
 SHARING = (('sharing.mode="none"',), ('sharing.mode="trunk"',), ('sharing.mode="adapters"',))
@@ -59,7 +63,18 @@ def test_many_layers_follow_from_few(
     given = [*sharing, f'precision.compute="{"bfloat16" if half else "float32"}"']
     given += [f'memory.checkpointing="{kind}"', f"memory.checkpoint_every={every}"] if kind != "none" else []
     given += ["memory.activation_offload=true"] if offload else []
-    what = scene(*given, model=architecture(layers=layers), rows=3)
+    follows_from_few(scene(*given, model=architecture(layers=layers), rows=3))
+
+
+def test_a_fullest_moment_that_moves_with_depth_bends_the_line() -> None:
+    """Few rows of a model with a large vocabulary, and nothing kept of its layers."""
+    model = find_architecture("smollm2-135m").architecture
+    given = [*TRAINED, 'precision.compute="bfloat16"', "trunk.branch_layers=4", "ppo.micro_batch_size=1"]
+    given += ['memory.checkpointing="layers"', "memory.activation_offload=true"]
+    follows_from_few(scene(*given, model=model, rows=32, prompt=256, response=256, device=A100))
+
+
+def follows_from_few(what: Scene) -> None:
     by_line = footprint(what)
     with pytest.MonkeyPatch.context() as patch:
         forget()
@@ -132,6 +147,7 @@ SAVES: dict[str, Saved] = {
     "nf4 base": FROZEN,
     "int8 reference": of_role("reference"),
     "int8 reward": of_role("reward"),
+    "llama.cpp reference": of_role("reference"),
 }
 # What saves nothing of what is named above on a float32 run: the reference is held in bfloat16 there already.
 NOTHING_HERE = {"overlap scoring", "int8 reference"}

@@ -180,9 +180,9 @@ class Scene:
             cache = TextCache(base)
             with counted(LocalOptimizer, "backward") as passes:
                 if "sft" in config.stages:
-                    train_sft(config, base, cache, inputs.texts, [], folder)
+                    train_sft(config, base, cache, inputs.texts, [], folder, lambda line: None)
                 else:
-                    train_reward(config, base, cache, inputs.pairs, [], inputs.texts, None, folder)
+                    train_reward(config, base, cache, inputs.pairs, [], inputs.texts, None, folder, lambda line: None)
             stored = load_file(folder / "model" / "model.safetensors")
             weights = {"role": torch.cat([tensor.flatten().float() for _, tensor in sorted(stored.items())])}
             files = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from training.runs import (
     Tree,
     by_function,
     by_model,
+    give_value_head,
     make_config,
     make_trainer,
     merged,
@@ -92,6 +94,39 @@ def test_a_frozen_role_computes_as_a_model_rounded_to_its_type(
     with torch.no_grad():
         a, b = (t.models.actor.log_probs(activations, rollout, 1.0)[0] for t in (plain, half))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("compute", "critic"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32"), ("float16", "bfloat16")],
+)
+@pytest.mark.parametrize("sharing", ["trunk", "none"])
+def test_the_critic_computes_in_its_own_type(tmp_path: Path, sharing: str, compute: str, critic: str) -> None:
+    """precision.critic: separate models say the bits of a run in that type, over a trunk but for its rounding; the
+    masters stay float32, and the actor says the same bits as beside no such critic."""
+    scale: dict[str, Any] = {"loss_scale": 64.0} if compute == "float16" else {}
+    plain = trainer_for(tmp_path, sharing, compute=compute, **scale)
+    mixed = trainer_for(tmp_path, sharing, compute=compute, critic=critic, **scale)
+    whole = trainer_for(tmp_path, sharing, compute=critic)
+    for trainer in (plain, mixed, whole):
+        give_value_head(trainer.models)
+    rollout, activations = rollout_of(plain)
+    values = []
+    for trainer in (plain, mixed, whole):
+        with torch.no_grad():
+            values.append(trainer.models.critic.values(activations, rollout))
+    assert not torch.equal(values[0], values[1])
+    if sharing == "none":
+        assert torch.equal(values[1], values[2])
+    coarser = max(torch.finfo(DTYPES[name]).eps for name in (compute, critic))
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=20 * coarser * float(values[0].abs().max()))
+    with torch.no_grad():
+        a, b = (t.models.actor.log_probs(activations, rollout, 1.0)[0] for t in (plain, mixed))
+    assert torch.equal(a, b)
+    assert {p.dtype for p in mixed.models.critic.parameters() if p.requires_grad} == {torch.float32}
+    mixed.check()
+    row = mixed.step()
+    assert 0 < row["critic_grad_norm"] < math.inf and row["critic_optimizer_steps"] == row["actor_optimizer_steps"] > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
@@ -231,6 +266,8 @@ REFUSED = [
         "precision.frozen: given 'bfloat16', but with sharing.mode",
     ),
     ("adapters", {"compute": "bfloat16", "reward": "float16"}, "precision.reward: given"),
+    ("adapters", {"critic": "bfloat16"}, "precision.critic: given 'bfloat16', but with sharing.mode = 'adapters'"),
+    ("trained trunk", {"critic": "bfloat16"}, "precision.critic: given 'bfloat16', but with trunk.train = true"),
     ("trunk", {"loss_scale": 4.0}, "precision.loss_scale: given, but precision.compute = 'float32' scales no losses"),
     ("trunk", {"compute": "float16", "loss_scale": 0.5}, "precision.loss_scale: given 0.5"),
     ("trunk", {"reward": "bfloat16"}, "precision.reward: given, but reward.source = 'function'"),
@@ -248,7 +285,8 @@ def test_types_without_effect_are_refused(
     tmp_path: Path, sharing: str, precision: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_config(tree_for(tmp_path, sharing, **{"compute": "float32", **precision}))
+        tree = tree_for(tmp_path, sharing.removeprefix("trained "), **{"compute": "float32", **precision})
+        make_config(merged(tree, {"trunk": {"train": True}}) if sharing == "trained trunk" else tree)
     assert message in str(caught.value)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,8 @@ from benchmarks.replay import Replay
 from fourfold.config import ConfigError
 from fourfold.memory.quantization import dequantize
 from fourfold.models.assembly import FourModels
-from fourfold.planner.levers import LEVERS, Lever, lever
+from fourfold.planner.lever import Lever
+from fourfold.planner.levers import LEVERS, lever
 from training.runs import (
     by_function,
     by_model,
@@ -50,8 +52,10 @@ from training.runs import (
 from training.served import at_service, hosted_roles, listening
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
-MECHANISMS = [each for each in LEVERS if each.change != "other parameters"]
-PAIRS = list(itertools.combinations(LEVERS, 2))
+# Without those whose package is not installed.
+HERE = [each for each in LEVERS if not each.package or importlib.util.find_spec(each.package)]
+MECHANISMS = [each for each in HERE if each.change != "other parameters"]
+PAIRS = list(itertools.combinations(HERE, 2))
 EXCLUDED = [(one, other) for one, other in PAIRS if other.name in one.excludes]
 Weights = dict[str, torch.Tensor]
 Set = tuple[Lever, ...]
@@ -97,8 +101,8 @@ def together() -> list[Set]:
     for pair in PAIRS:
         if shown(pair) <= left:
             chosen = pair
-            for each in LEVERS:
-                wider = tuple(other for other in LEVERS if other in chosen or other is each)
+            for each in HERE:
+                wider = tuple(other for other in HERE if other in chosen or other is each)
                 allowed = all(each.name not in other.excludes for other in chosen)
                 if allowed and context(wider) == context(pair) and (shown(wider) - shown(chosen)) & left:
                     chosen = wider
@@ -168,7 +172,9 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(stored), "function": None}})
     away = tuple(role for role in ("reference", "reward") if given.get(f"{role}.residency") == "service")
     if away:
-        kept = merged(tree, nested({key: value for key, value in given.items() if not key.endswith(".residency")}))
+        kept = merged(
+            tree, nested({key: value for key, value in given.items() if not key.endswith((".residency", ".engine"))})
+        )
         tree = at_service(tree, SERVICES.url(kept, away), *away)
     return merged(tree, nested(given))
 

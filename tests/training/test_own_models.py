@@ -9,11 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fourfold.diagnostics.tables import role_rows
+from fourfold.errors import RunFailed
+from fourfold.memory.quantization import QuantizedLinear
 from fourfold.models.external import External
 from fourfold.models.onnx import OnnxClassifier
+from fourfold.models.quantized import PROBE
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.residency import HOST, HostResidency, RoleResidency, place
 from fourfold.models.roles import checksum
+from fourfold.training import preflight
 from fourfold.training.ppo import describe_roles
 from fourfold.training.trainer import Trainer
 from tiny import tiny_classifier, tiny_directory
@@ -165,6 +170,75 @@ def log_prob_by_hand(folder: Path, trainer: Trainer) -> tuple[torch.Tensor, torc
         chosen = log_probs[:-1].gather(1, ids[1:, None])[:, 0]
         expected[row, :length] = chosen[-length:]
     return found, expected
+
+
+HELD = ("bfloat16", "float16", "int8", "int8_dynamic", "nf4")
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_reference_of_its_own_is_held_as_any_other(tmp_path: Path, held: str) -> None:
+    """The actor's own checkpoint, whole, beside four separate models: the numbers of the reference that is its copy."""
+    tree = referring_to(tmp_path, "", **merged(SEPARATE, {"precision": {"reference": held, "max_reference_bias": 1.0}}))
+    plain = make_trainer(make_config(merged(tree, {"reference": None})))
+    tree = merged(tree, {"reference": {"model": tree["model"]["path"], "residency": "park"}})
+    own = make_trainer(make_config(tree))
+    said, expected = own.check(), plain.check()
+    assert said.own_reference and said.kl_gap_mean == pytest.approx(expected.kl_gap_mean, rel=1e-3)
+    sizes = [sum(p.numel() * p.element_size() for p in each.models.reference.parameters()) for each in (own, plain)]
+    assert sizes[0] == sizes[1] < 0.6 * sum(4 * p.numel() for p in own.models.actor.parameters())
+    row = own.step()
+    assert row["kl_per_sequence_mean"] == pytest.approx(plain.step()["kl_per_sequence_mean"], rel=1e-3, abs=1e-5)
+    assert row["reference_moved_bytes"] >= sizes[0]
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_what_a_reference_of_its_own_loses_is_measured_and_bounded(
+    tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On given sentences, against the library with the numbers that its codes stand for."""
+    other = tiny_directory(tmp_path / "other", layers=3, hidden=48, seed=5)
+    tree = referring_to(tmp_path, other, **merged(SHARINGS[sharing], {"precision": {"reference": "nf4"}}))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RunFailed, match=r"the reference in nf4 biases every KL by .* 4 given"),
+    ):
+        patch.setattr(preflight, "ERRORS_ALLOWED", 0.0)
+        make_trainer(make_config(merged(tree, {"precision": {"max_reference_bias": 1e-6}}))).check()
+    trainer = make_trainer(make_config(merged(tree, {"precision": {"max_reference_bias": 5.0}})))
+    report, reference = trainer.check(), trainer.models.reference
+    exact: Any = AutoModelForCausalLM.from_pretrained(other).eval()
+    held: Any = AutoModelForCausalLM.from_pretrained(other).eval()
+    for name, layer in reference.branch.body.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            with torch.no_grad():
+                held.model.get_submodule(name).weight.copy_(layer.weight)
+    gaps = []
+    for text in PROBE:
+        ids = torch.tensor(trainer.models.base.tokenizer(text)["input_ids"])
+        with torch.no_grad():
+            of = [m(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0] for m in (exact, held)]
+        gaps.append(of[0] - of[1])
+    bias, expected = report.reference_bias, torch.cat(gaps)
+    assert bias is not None and bias.tokens == len(expected)
+    assert bias.per_token_mean == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert bias.per_sequence_mean == pytest.approx(float(expected.sum()) / len(PROBE), rel=1e-3)
+    warning = report.warning()
+    assert warning is not None and "tokens of 4 given sentences: it is held in nf4" in warning
+
+
+@pytest.mark.parametrize("residency", ["park", "stream"])
+def test_a_reward_model_of_another_family_in_fewer_bits(tmp_path: Path, residency: str) -> None:
+    """Parked and streamed in its few bits; the table of roles says what it holds."""
+    held = merged(scored_by(tmp_path), {"precision": {"reward": "int8"}})
+    kept = make_trainer(make_config(held))
+    away = make_trainer(make_config(merged(held, {"reward": {"residency": residency}})))
+    assert isinstance(away.models.reward, External) and "int8" in describe_roles(away)
+    exact = make_trainer(make_config(scored_by(tmp_path)))
+    sizes = [sum(row.bytes for row in role_rows(each.models) if row.model == "reward") for each in (kept, exact)]
+    assert sizes[0] < 0.7 * sizes[1]
+    rows, expected = away.step(), kept.step()
+    assert rows["score_mean"] == expected["score_mean"]
+    assert rows["score_mean"] == pytest.approx(exact.step()["score_mean"], abs=0.1)
 
 
 BESIDE = {

@@ -65,6 +65,7 @@ def test_a_run_chooses_levers_that_fit_and_goes_on_with_them(
     taken = {key: value for step in plan["levers"] for key, value in step["settings"].items()}
     assert plan["budget_bytes"] == tight and plan["levers"][-1]["peak_bytes"] <= tight < plan["levers"][0]["peak_bytes"]
     assert taken and any("levers: planned for" in line for line in said)
+    assert any(line.startswith("memory: ") and "are predicted at most" in line for line in said)
     saved = load_config(folder / "config.toml")
     for key, value in taken.items():
         section, _, name = key.partition(".")

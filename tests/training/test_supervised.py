@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base, load_base
+from fourfold.training.pipeline import run_stages
 from fourfold.training.supervised import fill_cache, mean_nll, nll_sum
 from fourfold.training.texts import TextCache
-from training.runs import SEPARATE, SHARINGS, make_config, merged, run, settings
+from training.runs import ADAPTERS, SEPARATE, SHARINGS, Tree, make_config, merged, run, settings
 
 TEXTS = [[5, 9, 33, 60], [7, 12], [8, 90, 41, 12, 66, 30, 1]]
 
@@ -110,3 +111,28 @@ def test_a_loss_that_is_not_finite_names_stage_and_step(tmp_path: Path, monkeypa
     checkpoints = tmp_path / "run" / "sft" / "checkpoints"
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000001", "step-00000002"]
     assert "test_nll_after" in run(tree)["stages"]["sft"], "the same command goes on from there"
+
+
+TRAINED: dict[str, tuple[Tree, int]] = {
+    # By hand: of a layer of 32, with 2 of 4 heads for keys and values, 2 * 32^2 + 2 * 16 * 32 + 3 * 32 * 64 + 2 * 32.
+    "trunk": ({}, 2 * 9_280 + 32),
+    "nothing": ({"trunk": {"train": True, "branch_layers": 0}}, 32),
+    # Rank 4: 4 x (inputs + outputs) of seven matrices, in four layers.
+    "adapters": (merged(ADAPTERS, {"precision": {"frozen": "nf4"}}), 4 * 4 * (64 + 48 + 48 + 64 + 96 + 96 + 96)),
+}
+
+
+@pytest.mark.parametrize("sharing", TRAINED)
+def test_the_stages_say_how_much_they_train(tmp_path: Path, sharing: str) -> None:
+    """And warn where that is no matrix at all: a trunk of all layers stands still in sft and reward."""
+    changes, count = TRAINED[sharing]
+    said: list[str] = []
+    tree = settings(tmp_path, merged(changes, {"stages": ["sft", "reward"]}))
+    run_stages(make_config(tree), said.append)
+    whole = 4 * 9_280 + 32 + 2 * 160 * 32
+    added = count if sharing == "adapters" else 0
+    head = 33  # the number head of a reward model, which has no use for a language head of its own
+    assert f"sft: trains {count:,} of {whole + added:,} parameters" in "\n".join(said)
+    assert f"reward: trains {count + head:,} of" in "\n".join(said)
+    warned = [line for line in said if "no matrix of a decoder layer is among them" in line]
+    assert len(warned) == (2 if sharing == "nothing" else 0)

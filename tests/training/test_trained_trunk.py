@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Experience
+from fourfold.config.describe import all_settings
+from fourfold.diagnostics.metrics import METRICS
 from fourfold.models.roles import checksum
 from fourfold.models.split import layout_of
 from fourfold.training.trainer import Trainer
@@ -180,6 +182,8 @@ def test_turns_are_taken_as_the_settings_say(tmp_path: Path) -> None:
         recorded = record(trainer, experience, activations, **ppo)
         assert recorded.log == critics + actors + critics + actors
         assert "trunk_gradient_cosine" not in recorded.learned.metrics, "one gradient has no angle"
+    assert "none under `trunk.alternate`" in METRICS["ppo_step"]["trunk_gradient_cosine"].denominator
+    assert "their cosine is not logged" in all_settings()["trunk.alternate"].description
     config = trainer.config.model_copy(update={"ppo": trainer.config.ppo.model_copy(update=ppo | {"steps": 5})})
     assert config.optimizer_steps == {"actor": 30, "critic": 30}
 

@@ -7,16 +7,25 @@ from typing import TYPE_CHECKING
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
-from fourfold.config.checks.own_models import reference_model, reward_model
+from fourfold.config.checks.own_models import reference_engine, reference_model, reward_model
 from fourfold.config.checks.precision import precision
-from fourfold.config.checks.service import roles_at_a_service, roles_of_the_base, service
+from fourfold.config.checks.service import reference_at_llama_cpp, roles_at_a_service, roles_of_the_base, service
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
 
-__all__ = ["DATASETS", "STAGE_ORDER", "ignored_keys", "is_given", "problems", "roles_at_a_service", "roles_of_the_base"]
+__all__ = [
+    "DATASETS",
+    "STAGE_ORDER",
+    "ignored_keys",
+    "is_given",
+    "problems",
+    "reference_at_llama_cpp",
+    "roles_at_a_service",
+    "roles_of_the_base",
+]
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -29,6 +38,7 @@ def problems(config: RunConfig) -> list[str]:
         *reward_source(config),
         *reward_model(config),
         *reference_model(config),
+        *reference_engine(config),
         *ppo(config),
         *warm_ups(config),
         *lengths(config),

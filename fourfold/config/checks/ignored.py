@@ -15,7 +15,7 @@ REWARD_TRAINING = (
 )
 
 # What only a reward model of another family reads.
-REWARD_OWN_MODEL = ("model", "label", "template", "max_tokens", "compute", "device", "engine")
+REWARD_OWN_MODEL = ("model", "label", "template", "max_tokens", "device", "engine")
 
 
 class Because(Protocol):
@@ -69,21 +69,25 @@ def _of_precision(config: RunConfig, because: Because) -> None:
         because("sharing.mode = 'none' shares no frozen weights", "precision", "frozen")
     if given.compute != "float16":
         because(f"precision.compute = {given.compute!r} scales no losses", "precision", "loss_scale")
-    if config.reference.model:
-        reason = "reference.model is held in the actor's compute type, as it comes"
-        because(reason, "precision", "reference", "max_reference_bias")
-    elif not config.reference_differs:
-        because(
-            f"precision.reference = {given.reference!r} computes as the actor does", "precision", "max_reference_bias"
-        )
+    _of_the_reference(config, because)
+
+
+def _of_the_reference(config: RunConfig, because: Because) -> None:
+    given = config.reference
+    if given.engine != "torch":
+        reason = f"reference.engine = {given.engine!r} runs on the CPU and holds its weights itself"
+        because(reason, "precision", "reference")
+        if given.residency == "service":
+            because("a llama-server is asked about one row at a time", "service", "max_rows")
+    if not config.reference_differs:
+        reason = f"precision.reference = {config.precision.reference!r} computes as the actor does"
+        because(reason, "precision", "max_reference_bias")
 
 
 def _of_the_reward(reward: RewardSection, because: Because) -> None:
     if reward.source == "function":
         because("reward.source = 'function' has no reward model", "reward", "residency")
         because("reward.source = 'function' has no reward model", "precision", "reward")
-    if reward.source == "model":
-        because("the weights of reward.source = 'model' have the type of reward.compute", "precision", "reward")
     if reward.source != "checkpoint":
         because(f"reward.source = {reward.source!r} loads no reward model", "reward", "checkpoint")
     if reward.source != "function":
@@ -95,7 +99,8 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
         because(reason, "reward", *REWARD_OWN_MODEL)
     elif reward.engine != "torch":
         reason = f"reward.engine = {reward.engine!r} runs on the CPU and holds its weights itself"
-        because(reason, "reward", "compute", "device", "residency")
+        because(reason, "reward", "device", "residency")
+        because(reason, "precision", "reward")
     if reward.source != "train":
         reason = f"reward.source = {reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)

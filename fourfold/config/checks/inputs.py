@@ -20,6 +20,11 @@ def stages(config: RunConfig) -> Iterator[str]:
         yield f"stages: given [], allowed: at least one of {list(STAGE_ORDER)}"
     elif stages != ordered:
         yield f"stages: given {stages}; allowed: each stage once, in the order of the pipeline; try {ordered}"
+    if config.sft.checkpoint and "sft" in stages:
+        yield (
+            "sft.checkpoint: given beside the stage 'sft', which would train another policy; leave 'sft' out of "
+            "stages, or sft.checkpoint out"
+        )
     if not config.output:
         yield "output: given an empty text; allowed: a folder, such as 'runs/first'"
     if not config.model.path:

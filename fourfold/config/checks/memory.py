@@ -114,7 +114,7 @@ def attention(config: RunConfig) -> Iterator[str]:
         )
     elif kernel == "flash_attention_2":
         types = config.precision
-        for name in ("compute", "frozen", "reference", "reward"):
+        for name in ("compute", "critic", "frozen", "reference", "reward"):
             if getattr(types, name) == "float32":
                 yield (
                     "memory.attention: 'flash_attention_2' computes in bfloat16 and float16 only, and "

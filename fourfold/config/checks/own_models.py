@@ -11,10 +11,31 @@ if TYPE_CHECKING:
 
 
 def reference_model(config: RunConfig) -> Iterator[str]:
-    if config.reference.model and config.reference.residency == "service":
+    if config.reference.model and config.reference.residency == "service" and config.reference.engine == "torch":
         yield (
             "reference.residency: given 'service' beside reference.model, but a `fourfold serve` holds roles of the "
             "run's own model only; allowed: 'keep', 'park', 'stream' or 'cpu'; try 'park'"
+        )
+
+
+def reference_engine(config: RunConfig) -> Iterator[str]:
+    engine, model = config.reference.engine, config.reference.model
+    if engine == "torch":
+        return
+    if config.ppo.kl_estimator == "full":
+        yield (
+            f"reference.engine: given {engine!r} beside ppo.kl_estimator = 'full', which takes the vocabularies of "
+            "actor and reference at once; set engine to 'torch', or kl_estimator to another one, such as 'k1'"
+        )
+    if config.reference.residency not in ("keep", "service"):
+        yield (
+            f"reference.residency: given {config.reference.residency!r} beside reference.engine = {engine!r}, which "
+            "runs on the CPU and holds its weights itself; allowed: 'keep', or 'service' for a llama-server"
+        )
+    if engine == "llama_cpp_q8_0" and model.endswith(".gguf"):
+        yield (
+            f"reference.engine: given {engine!r} beside reference.model = {model!r}, whose weights have the types that "
+            "the file gives them; set engine to 'llama_cpp'"
         )
 
 

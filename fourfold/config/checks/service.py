@@ -16,23 +16,32 @@ def roles_at_a_service(config: RunConfig) -> list[str]:
 
 
 def roles_of_the_base(config: RunConfig) -> list[str]:
-    """Names of the frozen roles that are made of the run's own model, which a service can hold."""
-    made = {"reference": not config.reference.model, "reward": config.reward.of_the_base}
+    """Names of the frozen roles that torch makes of the run's own model, which a service can hold."""
+    by_torch = not config.reference.model and config.reference.engine == "torch"
+    made = {"reference": by_torch, "reward": config.reward.of_the_base}
     return [role for role, of_the_base in made.items() if of_the_base]
 
 
+def reference_at_llama_cpp(config: RunConfig) -> bool:
+    """Whether llama.cpp's own server is the reference."""
+    return config.reference.engine != "torch" and config.reference.residency == "service"
+
+
 def service(config: RunConfig) -> Iterator[str]:
-    roles = roles_at_a_service(config)
-    if not roles:
+    roles, llama_server = roles_at_a_service(config), reference_at_llama_cpp(config)
+    if not (roles or llama_server):
         return
     given = config.service
     if problem := _problem_of_url(given.url):
-        because = " and ".join(f"{role}.residency" for role in roles)
+        because = " and ".join(f"{role}.residency" for role in roles or ["reference"])
+        what = "llama-server" if llama_server else "`fourfold serve`"
         yield (
-            f"service.url: {problem}, but {because} = 'service' needs the address of a `fourfold serve`, such as "
+            f"service.url: {problem}, but {because} = 'service' needs the address of a {what}, such as "
             "'http://127.0.0.1:8777'"
         )
-    if given.max_rows < config.ppo.micro_batch_size:
+    if llama_server:
+        yield from _llama_server(config)
+    elif given.max_rows < config.ppo.micro_batch_size:
         yield (
             f"service.max_rows: given {given.max_rows}, fewer than the ppo.micro_batch_size = "
             f"{config.ppo.micro_batch_size} rows of one pass; allowed: at least that many"
@@ -47,6 +56,25 @@ def service(config: RunConfig) -> Iterator[str]:
         yield (
             "reference.residency: 'service' sends one number a token, and ppo.kl_estimator = 'full' needs the "
             "reference's whole distribution; try residency = 'park', or another estimator"
+        )
+
+
+def _llama_server(config: RunConfig) -> Iterator[str]:
+    if config.sampling.temperature != 1.0:
+        yield (
+            f"sampling.temperature: given {config.sampling.temperature:g} beside reference.engine = 'llama_cpp' and "
+            "reference.residency = 'service': a llama-server gives probabilities of temperature 1 only; set it to 1.0, "
+            "or reference.residency = 'keep'"
+        )
+    if config.reward.residency == "service":
+        yield (
+            "reward.residency: given 'service', but service.url is the llama-server of the reference, which holds no "
+            "reward model; allowed: 'keep', 'park' or 'stream'"
+        )
+    if config.reference.engine != "llama_cpp":
+        yield (
+            f"reference.engine: given {config.reference.engine!r} beside reference.residency = 'service': the server's "
+            "file has its own types; set engine to 'llama_cpp'"
         )
 
 

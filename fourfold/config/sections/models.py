@@ -24,7 +24,7 @@ class TrunkSection(Section):
     branch_layers: Count = Field(
         default=4,
         description="Upper layers that every role owns; the layers below form the shared trunk. 0 (with train): all "
-        "layers are shared, a role owns its final norm and its head.",
+        "layers are shared, a role owns its final norm and its head, which is all that sft and reward train then.",
     )
     train: bool = Field(
         default=False,
@@ -43,7 +43,8 @@ class TrunkSection(Section):
     alternate: Count = Field(
         default=0,
         description="Mini-batches of the critic alone, over a trunk that stands still, before as many of the actor "
-        "alone, which moves the trunk; 0: both learn from every mini-batch.",
+        "alone, which moves the trunk; 0: both learn from every mini-batch. In turns their gradients into the trunk "
+        "never exist side by side, so their cosine is not logged.",
     )
     decoupling: NonNegativeFloat = Field(
         default=0.0,
@@ -99,6 +100,10 @@ class PrecisionSection(Section):
         "it, else float32. Trained weights and Adam states are float32 always; log-softmax, KL and GAE run in float32. "
         "float16 scales losses.",
     )
+    critic: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the critic's matrix products in ppo, above what it shares; 'auto': as compute.",
+    )
     frozen: Held = Field(
         default="auto",
         description="How what the roles share is held. A trunk in a float type computes in it, and its cached "
@@ -109,12 +114,13 @@ class PrecisionSection(Section):
         default="auto",
         description="How the reference's own weights are held: a float type is also what it computes in. 'auto': "
         "exactly as the actor's, so that KL is 0 at the start; anything else biases every KL by what pre-flight "
-        f"measures; {FEWER_BITS}",
+        f"measures (of reference.model: what loading measures on given sentences); {FEWER_BITS}",
     )
     reward: Held = Field(
         default="auto",
         description="How the reward model's own weights are held in ppo: a float type is also what it computes in. "
-        f"'auto': as compute; {FEWER_BITS}",
+        f"'auto': as compute (with reward.device = 'cpu' beside a GPU: what the CPU multiplies); {FEWER_BITS} The head "
+        "of reward.source = 'model' is float32 always.",
     )
     loss_scale: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
         default=65536.0,
@@ -131,8 +137,13 @@ class PrecisionSection(Section):
 
     @property
     def reference_differs(self) -> bool:
-        """Whether the reference computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        """Whether torch computes the reference otherwise than the actor (of settings whose `compute` is resolved)."""
         return self.reference not in ("auto", self.compute)
+
+    @property
+    def critic_differs(self) -> bool:
+        """Whether the critic computes otherwise than the actor (of settings whose `compute` is resolved)."""
+        return self.critic not in ("auto", self.compute)
 
 
 class MemorySection(Section):
@@ -199,6 +210,12 @@ class ReferenceSection(Section):
         description="A whole model of its own for the reference, named as in model.path, with the same vocabulary; "
         "'': the actor as it is at step 0.",
     )
+    engine: Literal["torch", "llama_cpp", "llama_cpp_q8_0"] = Field(
+        default="torch",
+        description="What runs the reference: torch, or llama.cpp on the CPU (extra llama-cpp). 'llama_cpp' takes a "
+        ".gguf file of reference.model as it is; anything else, the actor at step 0 too, is written as GGUF with its "
+        "matrices in float16, or in Q8_0. At every start its log-probs are compared with torch's.",
+    )
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
@@ -206,7 +223,7 @@ class ReferenceSection(Section):
     @property
     def computes_elsewhere(self) -> bool:
         """Whether other kernels than the actor's may compute it."""
-        return self.residency in ("cpu", "service")
+        return self.engine != "torch" or self.residency in ("cpu", "service")
 
 
 class SystemSection(Section):
@@ -216,7 +233,9 @@ class SystemSection(Section):
 
 class ServiceSection(Section):
     url: str = Field(
-        default="", description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'."
+        default="",
+        description="Address of a `fourfold serve` of the same run, such as 'http://127.0.0.1:8777'; with "
+        "reference.engine = 'llama_cpp' that of a llama-server.",
     )
     token_env: str = Field(
         default="", description="Name of the environment variable that holds the service's token; empty: no token."

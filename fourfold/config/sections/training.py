@@ -30,6 +30,12 @@ class OptimizerSection(Section):
 
 
 class SftSection(OptimizerSection):
+    checkpoint: str = Field(
+        default="",
+        description="Policy that reward, ppo and the reference start from instead of the stage sft's: the folder "
+        "sft/model of a run, a checkpoint of its stage sft, or beside sharing.mode = 'adapters' a LoRA adapter that "
+        "peft has saved, with the base, rank, alpha and targets of this run.",
+    )
     num_epochs: PositiveInt = Field(default=1, description="Passes over the texts.")
     batch_size: PositiveInt = Field(default=32, description="Texts an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Texts a forward pass; divides batch_size.")
@@ -73,11 +79,6 @@ class RewardSection(OptimizerSection):
         default=0,
         description="Longest text in tokens of the model of source = 'model'; longer ones lose their beginning "
         "(special tokens stay). 0: as many as it has positions.",
-    )
-    compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Type of the weights and products of source = 'model'; its head is float32 always. 'auto' is that "
-        "of precision.compute; with device = 'cpu' beside a GPU what the CPU multiplies.",
     )
     device: Literal["auto", "cpu"] = Field(
         default="auto", description="Where the model of source = 'model' runs: where the others do, or on the CPU."

@@ -125,7 +125,10 @@ POLICY = (
     ),
 )
 
-_MEASURED = "mini-batches in which they were taken apart: the update's first, and all under `trunk.balance`"
+_MEASURED = (
+    "mini-batches in which they were taken apart: the update's first, all under `trunk.balance`, none under "
+    "`trunk.alternate`, where the metric is not there"
+)
 _TRUNK_STEPS = "optimizer steps of the actor in this step"
 # Of a trained trunk.
 TRUNK = (

@@ -1,7 +1,8 @@
 """Many layers from a few: what a pass takes is a straight line in its layers, in every stage of it.
 
 A stage is a stretch in which the fullest moment is the same whatever the depth is: all layers are alike but the lowest,
-whose input may need no gradient, so that of those in the middle none is fuller than the second and the last.
+whose input may need no gradient, so that of those in the middle none is fuller than the second and the last. Where it
+is not, as where a head outweighs a few layers but not many, something grows less with depth, and the pass is run whole.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ def at_depth(run: Callable[[int], Stages], layers: int, period: int = 1) -> Stag
     if layers <= more:
         return run(layers)
     first, second = run(few), run(more)
+    if any(
+        line.bytes < first[stage].get(kind, Line(0)).bytes
+        for stage in second
+        for kind, line in second[stage].items()
+        if stage in first
+    ):
+        return run(layers)
     return {
         stage: {
             kind: _extended(first[stage].get(kind, Line(0)), line, layers - more, period)

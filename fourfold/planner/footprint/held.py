@@ -10,6 +10,7 @@ from fourfold.planner.footprint.form import Form
 from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.footprint.passes import Texts
 from fourfold.planner.footprint.roles import Cast, Role, lora_numbers, part_bytes
+from fourfold.planner.quantization import GGUF_BYTES
 from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
@@ -72,6 +73,13 @@ def _shared_bytes(cast: Cast) -> int:
 def _frozen_weights(scene: Scene, cast: Cast, role: Role) -> Iterator[Item]:
     """Where the residency puts them: kept, parked but in its moment, streamed there, on the host, or elsewhere."""
     residency = getattr(scene.config, role.name).residency
+    if role.name == "reference" and (engine := scene.config.reference.engine) != "torch":
+        numbers = scene.models.get("reference", scene.base).parameters()
+        why = f"GGUF: {numbers:,} parameters x {GGUF_BYTES[engine]:g} bytes"
+        if residency != "service":
+            size = round(numbers * GGUF_BYTES[engine])
+            yield Item(role.name, "weights", size, ALWAYS, "device" if scene.on_cpu else "host", why=why)
+        return
     size, why = role.own_bytes(), _of_part(role.form)
     own_moment = frozenset({Moment("score", role.name)})
     below: Tier = "disk" if scene.on_cpu else "host"

@@ -72,7 +72,10 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
     scorer = 4 * cast.critic.trained_numbers()
     half = WIDTHS[scene.compute] != 4
     reference = cast.reference.own_bytes() if half and config.precision.reference not in QUANTIZED else own
-    if config.reference.residency == "service":
+    if config.reference.engine != "torch":
+        # What the file is made of, and compared with.
+        reference = 4 * scene.models.get("reference", scene.base).parameters()
+    elif config.reference.residency == "service":
         reference = 0
     reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
     # Rounding a matrix: the narrow one and what is compared, 2 + 2 + 3 bytes a number, or 2 and 4 of it widened again.

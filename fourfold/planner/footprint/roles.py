@@ -145,7 +145,7 @@ def cast_of(scene: Scene) -> Cast:
         learner = replace(_learning(scene, own), lora=lora)
     tied = a.tied_embeddings and not shared
     actor = Role("actor", learner, head, own_head=not shared, tied=tied)
-    critic = Role("critic", learner)
+    critic = Role("critic", replace(learner, compute=_width(scene.config.precision.critic, learner.compute)))
     if config.memory.optimizer_residency == "offload" and mode != "adapters":
         actor, critic = _narrowed(actor), _narrowed(critic)
     return Cast(
@@ -267,7 +267,8 @@ def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
     if "reference" in scene.models:
         a = scene.models["reference"]
         form = replace(
-            own, architecture=a, layers=a.layers, embedding=True, lora=None, quantized="", compute=compute,
+            own, architecture=a, layers=a.layers, embedding=True, lora=None, compute=compute,
+            quantized=held if held in QUANTIZED else "",
             matrices=compute, table=compute, vectors=4,
         )  # fmt: skip
         head = replace(
@@ -280,7 +281,7 @@ def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
             trained=False,
         )
         return Role("reference", form, head, own_head=True, tied=a.tied_embeddings)
-    exact = "sft" not in config.stages and scene.stored_in("base") == "bfloat16"
+    exact = "sft" not in config.stages and not config.sft.checkpoint and scene.stored_in("base") == "bfloat16"
     form = _frozen(own, scene, held, exact=exact)
     width = (form.table if tied else compute) if head.trained else head.width
     product = _product(scene, held if held in WIDTHS else scene.compute)
@@ -296,10 +297,11 @@ def _reward(scene: Scene, own: Form) -> Role | None:
         return Role("reward", _frozen(own, scene, scene.config.precision.reward, exact=False))
     if settings.source != "model" or settings.engine != "torch" or "reward" not in scene.models:
         return None
-    a, width = scene.models["reward"], _held(scene, settings.compute)
+    held = scene.config.precision.reward
+    a, width = scene.models["reward"], _held(scene, held)
     form = Form(
         architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
-        table=width, cuda=not scene.on_cpu and settings.device != "cpu",
+        table=width, cuda=not scene.on_cpu and settings.device != "cpu", quantized=held if held in QUANTIZED else "",
     )  # fmt: skip
     return Role("reward", form)
 

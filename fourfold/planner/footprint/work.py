@@ -125,7 +125,10 @@ def _scorers(cast: Cast) -> tuple[Role, ...]:
 
 def on_device(scene: Scene, role: Role) -> bool:
     """Whether a role computes on the device, in this process."""
-    return role.name in ("actor", "critic") or getattr(scene.config, role.name).residency not in ("cpu", "service")
+    if role.name in ("actor", "critic"):
+        return True
+    by_torch = role.name != "reference" or scene.config.reference.engine == "torch"
+    return by_torch and getattr(scene.config, role.name).residency not in ("cpu", "service")
 
 
 def _score(scene: Scene, cast: Cast) -> Iterator[Item]:

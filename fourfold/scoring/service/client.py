@@ -56,7 +56,11 @@ class Service:
 
     def describe(self) -> dict[str, Any]:
         """What the service says of itself."""
-        return self._request("GET", wire.DESCRIBE, b"")
+        return self.get(wire.DESCRIBE)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """What the service says there."""
+        return self._request("GET", path, b"")
 
     def ask(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request."""
@@ -94,7 +98,11 @@ class Service:
         said = f"status {status}: {message.get('error', 'no reason given')}"
         if status in PASSING:
             raise _Passing(said)
-        hint = "set service.token_env and that variable" if status == 401 else "see docs/service.md"
+        hints = {
+            401: "set service.token_env and that variable",
+            404: "a `fourfold serve` answers there for reference.engine = 'torch', a llama-server for 'llama_cpp'",
+        }
+        hint = hints.get(status, "see docs/service.md")
         raise RunFailed(f"the service at {self.url} refused {path} with {said}; {hint}")
 
     def _exchange(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
