@@ -191,7 +191,7 @@ def _steps(scene: Scene, role: Role, gradients: int) -> Stages:
     if memory.optimizer_residency == "park":
         kinds["optimizer"] = Line(8 * largest)
     if memory.optimizer_residency == "offload" and scene.on_cpu:
-        masters = 4 if scene.compute != "float32" else 0
+        masters = 4 if role.form.compute != 4 else 0
         kinds["buffers"] = Line(2 * largest * (4 + 8 + masters))
     return {"the step": kinds}
 
