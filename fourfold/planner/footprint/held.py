@@ -56,7 +56,7 @@ def _of_part(form: Form) -> str:
 
 def _trained_weights(scene: Scene, role: Role) -> Iterator[Item]:
     size, numbers = role.own_bytes(), role.trained_numbers()
-    masters = scene.compute != "float32" and size >= 4 * numbers
+    masters = role.form.compute != 4 and size >= 4 * numbers
     why = f"{numbers:,} trained parameters x 4 bytes"
     if size < 4 * numbers:
         why = f"{role.matrix_numbers():,} in matrices of the compute type, vectors in float32; masters lie below"
@@ -132,6 +132,7 @@ class Trained:
     name: str
     numbers: int
     matrices: int
+    half: bool  # whether products run in half precision
     sizes: list[tuple[int, int]]
 
     def moments(self, optimizer: str) -> int:
@@ -146,12 +147,14 @@ class Trained:
 def trained(cast: Cast) -> list[Trained]:
     """Actor and critic, and the trunk where it is trained."""
     roles = (cast.actor, cast.critic)
-    found = [Trained(r.name, r.trained_numbers(), r.matrix_numbers(), r.matrix_sizes()) for r in roles]
+    found = [
+        Trained(r.name, r.trained_numbers(), r.matrix_numbers(), r.form.compute != 4, r.matrix_sizes()) for r in roles
+    ]
     if cast.trained_trunk is not None:
         form = cast.trained_trunk
         sizes = [(each.numbers, each.count) for each in linears_of(form)]
         numbers = form.architecture.parameters_of(0, form.layers)
-        found.append(Trained("trunk", numbers, sum(size * count for size, count in sizes), sizes))
+        found.append(Trained("trunk", numbers, sum(size * count for size, count in sizes), form.compute != 4, sizes))
     return found
 
 
@@ -175,17 +178,17 @@ def optimizer(scene: Scene, cast: Cast) -> Iterator[Item]:
         if residency == "park" or scene.on_cpu:
             yield Item(name, "optimizer", size, SAVE, why=f"all at once, to be written: {why}")
         if residency == "offload":
-            yield from _masters_below(scene, name, each.numbers, each.matrices, below)
+            yield from _masters_below(scene, each, below)
 
 
-def _masters_below(scene: Scene, name: str, numbers: int, matrices: int, below: Tier) -> Iterator[Item]:
+def _masters_below(scene: Scene, of: Trained, below: Tier) -> Iterator[Item]:
     """Float32 masters of what the device holds in half precision, and the sums of gradients."""
-    yield Item(name, "gradients", 4 * numbers, AFTER_LOAD, below, why=f"sums: {numbers:,} x 4 bytes")
-    if scene.compute != "float32":
-        why = f"{matrices:,} numbers in matrices x 4 bytes"
-        yield Item(name, "masters", 4 * matrices, AFTER_LOAD, below, why=why)
+    yield Item(of.name, "gradients", 4 * of.numbers, AFTER_LOAD, below, why=f"sums: {of.numbers:,} x 4 bytes")
+    if of.half:
+        why = f"{of.matrices:,} numbers in matrices x 4 bytes"
+        yield Item(of.name, "masters", 4 * of.matrices, AFTER_LOAD, below, why=why)
         if scene.on_cpu:
-            yield Item(name, "masters", 4 * matrices, SAVE, why=f"to be written: {why}")
+            yield Item(of.name, "masters", 4 * of.matrices, SAVE, why=f"to be written: {why}")
 
 
 def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:
@@ -201,11 +204,15 @@ def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:
     trunk = cast.trunk
     if trunk is None or cast.trained_trunk is not None:
         return
-    size = tokens * trunk.architecture.hidden * trunk.compute
+    size = trunk_cache(trunk, texts)
     why = f"{tokens:,} tokens x {trunk.architecture.hidden:,} x {trunk.compute} bytes"
-    yield Item("trunk", "trunk cache", 2 * size, sampling, why=f"as it was sampled, and put together: {why}")
     yield Item("trunk", "trunk cache", size, scoring, why=why)
     yield Item("trunk", "trunk cache", 2 * size, learning, why=f"whole, and selected for learning: {why}")
+
+
+def trunk_cache(trunk: Form, texts: Texts) -> int:
+    """Bytes of a trunk's output for all tokens of a rollout."""
+    return texts.whole.tokens * trunk.architecture.hidden * trunk.compute
 
 
 def _of_phase(phase: str) -> frozenset[Moment]:

@@ -14,7 +14,7 @@ from fourfold.planner.scene import WIDTHS, Scene
 LOAD = Moment("load")
 # Resident memory of a run on the CPU besides its tensors: Python 3.11, torch 2.13.0+cpu, transformers 5.24.0, on x86-64
 # Linux (benchmarks/planner.py measures it anew).
-INTERPRETER = 450 * 2**20
+INTERPRETER = 445 * 2**20
 # On a GPU: CUDA's context and the libraries' workspaces, which torch's allocator does not see. Not measured here.
 CUDA_CONTEXT = 600 * 2**20
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fourfold.planner.bill import KINDS, Item, Kind, Moment, Tier
 from fourfold.planner.footprint.depth import BELOW, Line, Stages
-from fourfold.planner.footprint.held import of_the_base, trained
+from fourfold.planner.footprint.held import of_the_base, trained, trunk_cache
 from fourfold.planner.footprint.passes import Below, Lesson, Texts, compared, joint, learned, sampled, scored
 from fourfold.planner.footprint.roles import Cast, Role
 from fourfold.planner.scene import WIDTHS, Scene
@@ -72,7 +72,8 @@ def _fullest(
         said = f"; {beside:,} of them of earlier passes" if beside else ""
         if line.bytes + beside:
             why = f"{what}, {where}{slope}{said}"
-            yield Item(holder, kind, line.bytes + beside, frozenset({moment}), tier, why)
+            whose = "trunk" if kind == "trunk cache" else holder
+            yield Item(whose, kind, line.bytes + beside, frozenset({moment}), tier, why)
     for kind, line in stages.get(BELOW, {}).items():
         below: Tier = "disk" if scene.on_cpu else "host"
         yield Item(holder, kind, line.bytes, frozenset({moment}), below, f"{what}: what waits for the backward pass")
@@ -100,6 +101,10 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
     again = scored(cast.actor, micro, below_of(cast, cast.actor))
     both = {f"{texts.rows} rows sampled, {SAID[name]}": kinds for name, kinds in stages.items()}
     both |= {f"log-probs of {micro.rows} rows, {SAID.get(name, name)}": kinds for name, kinds in again.items()}
+    if cast.trunk is not None and cast.trained_trunk is None:
+        # Of each sampling batch while it is drawn; then put together as well, for the rollout.
+        cached = trunk_cache(cast.trunk, texts_of(scene))
+        both = {name: _with_cache(kinds, (1 + (name.startswith("log"))) * cached) for name, kinds in both.items()}
     yield from _fullest(scene, "actor", moment, "the actor", both)
     if scene.config.sampling.overlap_scoring:
         rows = texts_of(scene, min(texts.rows, micro.rows))
@@ -107,6 +112,11 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
             if on_device(scene, role):
                 beside = scored(role, rows, below_of(cast, role))
                 yield from _fullest(scene, role.name, moment, f"{rows.rows} rows beside sampling", beside)
+
+
+def _with_cache(kinds: dict[Kind, Line], size: int) -> dict[Kind, Line]:
+    line = kinds.get("trunk cache", Line(0))
+    return {**kinds, "trunk cache": line._replace(bytes=line.bytes + size)}
 
 
 def _scorers(cast: Cast) -> tuple[Role, ...]:
@@ -181,7 +191,7 @@ def _steps(scene: Scene, role: Role, gradients: int) -> Stages:
     if memory.optimizer_residency == "park":
         kinds["optimizer"] = Line(8 * largest)
     if memory.optimizer_residency == "offload" and scene.on_cpu:
-        masters = 4 if scene.compute != "float32" else 0
+        masters = 4 if role.form.compute != 4 else 0
         kinds["buffers"] = Line(2 * largest * (4 + 8 + masters))
     return {"the step": kinds}
 
