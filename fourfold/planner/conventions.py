@@ -11,8 +11,9 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fourfold.planner.adapters import adapter_parameters, linear_layers
+from fourfold.planner.adapters import adapter_parameters
 from fourfold.planner.architectures import Architecture
+from fourfold.planner.linears import linears_between
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 
 
@@ -60,9 +61,9 @@ def weight_bytes(architecture: Architecture, kind: str = "bfloat16") -> int:
     """Frozen weights in half precision, or with the layers' matrices in fewer bits and the rest in half precision."""
     if kind not in QUANTIZED:
         return FROZEN_BYTES * architecture.parameters()
-    matrices = [(outs, ins) for shapes in linear_layers(architecture).values() for ins, outs in shapes]
-    rest = architecture.parameters() - architecture.layers * sum(outs * ins for outs, ins in matrices)
-    quantized = architecture.layers * sum(matrix_bytes(kind, outs, ins) for outs, ins in matrices)
+    matrices = list(linears_between(architecture, 0, architecture.layers))
+    rest = architecture.parameters() - sum(each.count * each.numbers for each in matrices)
+    quantized = sum(each.count * matrix_bytes(kind, each.outputs, each.inputs) for each in matrices)
     return quantized + FROZEN_BYTES * rest
 
 

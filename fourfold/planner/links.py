@@ -21,7 +21,8 @@ from fourfold.planner.work import Flow
 Busy = Mapping[tuple[Phase, str], float]
 Axis = Literal["tensor", "context", "data", "expert", "pipeline"]
 # What transfers reach of a link's rate: NCCL's all-reduce about 235 of the 300 GB/s that an A100 sends by NVLink
-# (nccl-tests), and copies from pinned memory about 25 of the 31.5 GB/s of PCIe 4.0 x16.
+# (nccl-tests), and copies from pinned memory about 25 of the 31.5 GB/s of PCIe 4.0 x16. Neither was
+# checked at its source.
 REACHED = 0.8
 # Where nobody has said how fast they are: 10 Gbit/s Ethernet, an SSD, PCIe 3.0 x16.
 UNKNOWN = {"between nodes": 1.25e9, "disk": 1e9, "pcie": 15.75e9}

@@ -97,6 +97,15 @@ def test_a_tenth_of_a_percent_of_70b_is_half_of_140_million() -> None:
     assert adapter_parameters(LLAMA_2_70B, 16) == 207_093_760  # 0.3 %
 
 
+def test_adapters_lie_on_every_linear_layer_that_there_is() -> None:
+    """OPT's MLP has two matrices; Mixtral a router and eight experts of three; upper layers only where they are asked."""
+    attention = 4 * (1024 + 1024)
+    assert adapter_parameters(OPT["350M"], 1) == 24 * (attention + 2 * (1024 + 4096))
+    grouped = 2 * (4096 + 4096) + 2 * (4096 + 1024)
+    mixed = 8 + 4096 + 8 * 3 * (4096 + 14336)
+    assert adapter_parameters(MIXTRAL_8X7B, 1, layers=2) == 2 * (grouped + mixed)
+
+
 def total(**settings: object) -> float:
     """Of a 70B model's adapters, GB."""
     return sum(adapter_run(LLAMA_2_70B, **settings).values()) / GB  # type: ignore[arg-type]

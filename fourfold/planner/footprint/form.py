@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.footprint.tape import Weight
+from fourfold.planner.linears import Linear, linears_between
 
 Attention = Literal["sdpa", "eager"]
 
@@ -61,6 +63,10 @@ class Form:
     def autocast(self) -> int:
         """The width that products are cast to; 0 where none is."""
         return self.compute if self.compute != 4 else 0
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers of all its layers."""
+        return linears_between(self.architecture, self.start, self.start + self.layers)
 
 
 @dataclass(frozen=True, slots=True)

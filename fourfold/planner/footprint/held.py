@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from fourfold.planner.bill import MOMENTS, Item, Moment, Tier
 from fourfold.planner.footprint.form import Form
-from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.footprint.passes import Texts
 from fourfold.planner.footprint.roles import Cast, Role, lora_numbers, part_bytes
 from fourfold.planner.quantization import GGUF_BYTES
@@ -152,7 +151,7 @@ def trained(cast: Cast) -> list[Trained]:
     ]
     if cast.trained_trunk is not None:
         form = cast.trained_trunk
-        sizes = [(each.numbers, each.count) for each in linears_of(form)]
+        sizes = [(each.numbers, each.count) for each in form.linears()]
         numbers = form.architecture.parameters_of(0, form.layers)
         found.append(Trained("trunk", numbers, sum(size * count for size, count in sizes), form.compute != 4, sizes))
     return found

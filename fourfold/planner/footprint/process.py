@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from fourfold.planner.bill import MOMENTS, Item, Moment
 from fourfold.planner.footprint.held import weights
-from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.footprint.roles import Cast, Role, part_bytes
 from fourfold.planner.quantization import QUANTIZED
 from fourfold.planner.scene import WIDTHS, Scene
 
 LOAD = Moment("load")
+# At most so many decoder layers are there in floats while a model is quantised (tests/models/test_stored.py).
+STORED_LAYERS = 3
 # Resident memory of a run on the CPU besides its tensors: Python 3.11, torch 2.13.0+cpu, transformers 5.24.0, on x86-64
 # Linux (benchmarks/planner.py measures it anew).
 INTERPRETER = 445 * 2**20
@@ -48,15 +49,23 @@ def _largest_tensor(scene: Scene, role: Role) -> int:
     if residency not in ("park", "stream") or form.lora is not None:
         return 0
     table = form.architecture.vocabulary * form.architecture.hidden * form.table if form.embedding else 0
-    return max(table, *(each.numbers * form.matrices for each in linears_of(form)), 0)
+    return max(table, *(each.numbers * form.matrices for each in form.linears()), 0)
 
 
 def _base(scene: Scene, cast: Cast) -> tuple[int, str]:
-    """The whole model and, above a trunk, copies of the upper layers in float32."""
+    """The whole model and, above a trunk, copies of the upper layers in float32.
+
+    What is to be held in fewer bits is read and quantised layer by layer (models/stored.py): besides what is held
+    already, three layers in floats at most.
+    """
     config, a = scene.config, scene.base
     width = 4 if config.sharing.mode == "none" else WIDTHS[scene.compute]
-    whole = a.parameters() * width
     own = part_bytes(cast.actor.form) if cast.trunk is not None else 0
+    if config.precision.frozen in QUANTIZED:
+        held = sum(item.bytes for item in weights(scene, cast) if item.holder in ("trunk", "base"))
+        floats = STORED_LAYERS * a.layer_parameters * width + own * width // 4
+        return held + own + floats, "the base model, quantised layer by layer, and copies of the upper layers"
+    whole = a.parameters() * width
     return whole + own, f"the base model: {a.parameters():,} parameters x {width} bytes, and copies of the upper layers"
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.footprint.form import Attention, Form, Lora
 from fourfold.planner.footprint.head import HeadForm
-from fourfold.planner.footprint.linears import linears_of
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 from fourfold.planner.scene import WIDTHS, Scene
 
@@ -59,11 +58,11 @@ class Role:
         a, form, scalar = self.form.architecture, self.form, (self.form.architecture.hidden, int(self.scalar))
         lora = form.lora
         if lora is not None:
-            on = [each for each in linears_of(form) if lora.on(each.name)]
+            on = [each for each in form.linears() if lora.on(each.name)]
             return [*((lora.rank * size, each.count) for each in on for size in each[1:3]), scalar]
         if not form.trained:
             return []
-        found = [(each.numbers, each.count) for each in linears_of(form)]
+        found = [(each.numbers, each.count) for each in form.linears()]
         places = a.learned_positions * a.hidden
         found += [(size, int(form.embedding)) for size in (a.embedding_parameters - places, places)]
         head = self._own_head_numbers()
@@ -98,14 +97,14 @@ def matrix_bytes_of(form: Form) -> int:
     """Of the matrices of all its layers."""
     if not form.quantized:
         return form.architecture.matrices_of(form.start, form.start + form.layers) * form.matrices
-    return sum(each.count * matrix_bytes(form.quantized, each.outputs, each.inputs) for each in linears_of(form))
+    return sum(each.count * matrix_bytes(form.quantized, each.outputs, each.inputs) for each in form.linears())
 
 
 def lora_numbers(form: Form) -> int:
     """Numbers of a part's adapters: rank x (outputs + inputs) a linear layer, and DoRA's lengths."""
     lora = form.lora
     assert lora is not None
-    on = [each for each in linears_of(form) if lora.on(each.name)]
+    on = [each for each in form.linears() if lora.on(each.name)]
     dora = int(lora.dora)
     return sum(each.count * (lora.rank * (each.outputs + each.inputs) + dora * each.outputs) for each in on)
 

@@ -1,4 +1,4 @@
-"""The linear layers of decoder layers: what is quantised, adapted and rounded in 8-bit states, matrix by matrix."""
+"""The linear layers of decoder layers by name and shape: what is quantised, adapted and rounded in 8-bit states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fourfold.planner.architectures import Architecture
-from fourfold.planner.footprint.form import Form
 
 
 class Linear(NamedTuple):
@@ -23,11 +22,10 @@ class Linear(NamedTuple):
         return self.outputs * self.inputs
 
 
-def linears_of(form: Form) -> Iterator[Linear]:
-    """Those of all layers of a part."""
-    a, start, stop = form.architecture, form.start, form.start + form.layers
+def linears_between(a: Architecture, start: int, stop: int) -> Iterator[Linear]:
+    """Those of the layers [start, stop)."""
     mixed = a.expert_layers(start, stop)
-    for layers, experts in ((form.layers - mixed, False), (mixed, True)):
+    for layers, experts in ((stop - start - mixed, False), (mixed, True)):
         if layers:
             for each in linear_layers(a, experts=experts):
                 yield each._replace(count=each.count * layers)
