@@ -98,7 +98,7 @@ def test_a_tenth_of_a_percent_of_70b_is_half_of_140_million() -> None:
 
 
 def test_adapters_lie_on_every_linear_layer_that_there_is() -> None:
-    """OPT's MLP has two matrices; Mixtral a router and eight experts of three; upper layers only where they are asked."""
+    """OPT's MLP has two matrices; Mixtral has a router and eight experts of three; and on upper layers alone."""
     attention = 4 * (1024 + 1024)
     assert adapter_parameters(OPT["350M"], 1) == 24 * (attention + 2 * (1024 + 4096))
     grouped = 2 * (4096 + 4096) + 2 * (4096 + 1024)
