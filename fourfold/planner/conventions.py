@@ -121,14 +121,8 @@ def deepspeed_chat_bytes(actor: Architecture, small: Architecture, rank: int = 1
     in full (mixed precision) and a reward model of its size is frozen; no ZeRO, no offload, activations checkpointed.
     """
     frozen = FROZEN_BYTES * (2 * actor.parameters() + small.parameters())
-    adapters = _opt_adapters(actor, rank)
+    adapters = adapter_parameters(actor, rank)
     return frozen + training_bytes(adapters + small.parameters(), "mixed precision")
-
-
-def _opt_adapters(architecture: Architecture, rank: int) -> int:
-    """OPT's linear layers: four projections and two of the MLP."""
-    hidden, wide = architecture.hidden, architecture.intermediate
-    return architecture.layers * rank * (4 * 2 * hidden + 2 * (hidden + wide))
 
 
 def torchtune_bytes(architecture: Architecture) -> int:

@@ -13,7 +13,7 @@ from fourfold.diagnostics.machine import ensure_measured
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.loading import device_of
-from fourfold.planner.bill import PHASES
+from fourfold.planner.bill import PHASES, Footprint
 from fourfold.planner.footprint import footprint
 from fourfold.planner.hardware.machine import GIB, Cluster, Device, Node
 from fourfold.planner.lever import Change
@@ -138,9 +138,11 @@ def predict(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Prediction:
     longest, new = max(len(prompt) for prompt in prompts), config.sampling.max_new_tokens
     mean = sum(len(prompt) for prompt in prompts) / len(prompts)
     bill = footprint(Scene(config, models, _this_device(config), Lengths(longest, new, mean, new)))
-    peaks = {str(moment): bill.held(moment) for moment in bill.moments}
-    peaks |= {phase: bill.peak(phase)[1] for phase in PHASES if any(each.phase == phase for each in bill.moments)}
     moment, most = bill.peak()
+    if device_of(config).type == "cuda":  # torch's allocations, which are measured there, are without CUDA's context
+        bill = Footprint(tuple(item for item in bill.items if item.kind != "framework"))
+    peaks = {str(each): bill.held(each) for each in bill.moments}
+    peaks |= {phase: bill.peak(phase)[1] for phase in PHASES if any(each.phase == phase for each in bill.moments)}
     return Prediction(peaks, f"memory: {size(most)} are predicted at most, in {moment}")
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fourfold.cli.run import show
 from fourfold.config import load_config
 from fourfold.errors import Interrupted
 from fourfold.planner.candidates import estimate
+from fourfold.planner.footprint.process import CUDA_CONTEXT
 from fourfold.planner.hardware.machine import Cluster, Device, Node
 from fourfold.planner.request import architectures_of, lengths_of
 from fourfold.planner.scene import Scene
@@ -111,3 +114,13 @@ def test_a_run_begun_without_a_plan_is_not_planned_later(tmp_path: Path, tight: 
     run_stages(make_config(tree(tmp_path, "given")), lambda line: None)
     with pytest.raises(ValueError, match=r"memory\.levers was 'given', is 'exact'"):
         run_stages(make_config(tree(tmp_path)), lambda line: None)
+
+
+def test_below_a_gpu_the_prediction_is_of_what_torch_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's context counts in what is said, which has to fit the device, and not beside torch's own count."""
+    config, prompts = make_config(tree(tmp_path, "given")), [[5, 6, 7]]
+    monkeypatch.setattr(planned, "device_of", lambda config: torch.device("cuda"))
+    predicted = planned.predict(config, prompts)
+    assert 0 < predicted.peaks["learn"] < CUDA_CONTEXT
+    said = re.search(r"memory: ([\d.]+) MiB are predicted", predicted.said)
+    assert said is not None and float(said[1]) * 2**20 > CUDA_CONTEXT
