@@ -1,5 +1,7 @@
 """Which attention kernel the four roles use, through transformers' attention interface.
 
+"auto" is transformers' own choice, sdpa where a model has it; on a CPU that one's sums run in float32 (wide_attention).
+
 What it saves: a kernel that never forms the [time, time] matrix of weights (sdpa, flash, flex) keeps nothing of it.
 What it costs: nothing. What it changes: the order of sums, so all roles have the same one, or the KL between them would
 be biased. What it excludes: kernels that the device or the architecture does not have are refused.
@@ -11,6 +13,8 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
+
+from fourfold.memory import wide_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +56,9 @@ def check_attention(wanted: str, device: torch.device) -> None:
 def use_attention(model: PreTrainedModel, wanted: str, device: torch.device) -> None:
     """Give a model the kernel; ValueError where its architecture does not have it."""
     if wanted == "auto":
+        if device.type == "cpu" and model.config._attn_implementation == "sdpa":
+            wide_attention.register()
+            model.set_attn_implementation(wide_attention.NAME)
         return
     flag = _FLAGS.get(wanted)
     if flag is not None and not getattr(model, flag):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fourfold.planner.footprint import ops
 from fourfold.planner.footprint.form import Batch, Layer
-from fourfold.planner.footprint.tape import Tape, Value
+from fourfold.planner.footprint.tape import Gradients, Storage, Tape, Value
 
 
 @dataclass(slots=True)
@@ -40,6 +40,8 @@ def attend(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch:
     form = layer.form
     if form.attention == "eager":
         return _eager(t, query, key, value, layer, batch, mask)
+    if _is_wide(value, layer, batch):
+        return _wide(t, query, key, value, layer, batch, mask)
     groups = 1 if form.architecture.latent else form.architecture.heads // form.architecture.kv_heads
     # torch's kernels group keys themselves where there is no mask; transformers repeats them for a mask.
     if groups > 1 and mask is not None and batch.time > 1:
@@ -52,6 +54,42 @@ def attend(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch:
     saved.append(t.empty(batch.tokens * form.architecture.heads, 4))  # logsumexp
     a = form.architecture
     return ops.keeping_output(t, batch.tokens * a.heads * a.value_dim, query.width, [query, key, value], saved)
+
+
+def _is_wide(value: Value, layer: Layer, batch: Batch) -> bool:
+    """Whether the kernel of memory/wide_attention.py takes this; decoding and other widths are left to torch's."""
+    a = layer.form.architecture
+    whole = 1 < batch.time == batch.keys
+    return layer.form.attention == "sdpa_wide" and value.width < 4 and whole and a.key_dim == a.value_dim
+
+
+def _wide(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch: Batch, mask: Value | None) -> Value:
+    """In float32 from narrower inputs, which alone are kept, with the output and a sum for each query and head."""
+    a, inputs = layer.form.architecture, [query, key, value]
+    numbers = batch.tokens * a.heads * a.value_dim
+    out_width, added = value.width, 0 if mask is None else mask.numbers
+    sizes = [(x.numbers, x.width, x.node is not None) for x in inputs]
+    sums = t.empty(batch.tokens * a.heads, 4)
+
+    def copies(*more: int) -> list[Storage]:
+        """What is there in float32: the inputs, unless they are that already, the mask, and so many numbers more."""
+        return [t.storage(4 * n) for n in (*(n for n, width, _ in sizes if width < 4), added, *more)]
+
+    def back(g: Storage) -> Gradients:
+        wide, found = copies(numbers, numbers), [t.storage(4 * n) for n, _, _ in sizes]
+        made: Gradients = [
+            None if not wanted else of if width == 4 else t.storage(n * width)
+            for of, (n, width, wanted) in zip(found, sizes, strict=True)
+        ]
+        del wide
+        return made
+
+    wide = copies(numbers)
+    out = t.empty(numbers, out_width)
+    del wide
+    saved = [x.storage for x in (*inputs, sums, out)] + ([] if mask is None else [mask.storage])
+    out.node = t.node(inputs, saved, back)
+    return out
 
 
 def _repeated(t: Tape, x: Value, groups: int) -> Value:

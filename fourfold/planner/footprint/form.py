@@ -10,7 +10,7 @@ from fourfold.planner.architectures import Architecture
 from fourfold.planner.footprint.tape import Weight
 from fourfold.planner.linears import Linear, linears_between
 
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["sdpa", "sdpa_wide", "eager"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def neox_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Val
     query, key = neox_rotated(t, query, around), neox_rotated(t, key, around)
     key, value = remembered(t, key, value, layer, around.cache)
     out = attend(t, query, key, value, layer, batch, around.mask)
-    if not layer.form.cuda and layer.form.attention == "sdpa":
+    if not layer.form.cuda and layer.form.attention != "eager":
         # The kernel for CPUs gives its output the queries' layout, which is not that of the product.
         out = ops.custom(t, out.numbers, out.width, [out], [])
     return project(t, out, layer, "dense", a.hidden, batch)

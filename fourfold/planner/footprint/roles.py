@@ -237,8 +237,10 @@ def _width(held: str, compute: int) -> int:
 
 def _attention(scene: Scene) -> Attention:
     """What 'auto' comes to; Gemma 2 caps its scores, which no fused kernel does."""
-    capped = scene.base.family == "gemma2"
-    return "eager" if scene.config.memory.attention == "eager" or capped else "sdpa"
+    wanted = scene.config.memory.attention
+    if wanted == "eager" or scene.base.family == "gemma2":
+        return "eager"
+    return "sdpa_wide" if wanted == "auto" and scene.on_cpu else "sdpa"
 
 
 def _product(scene: Scene, kind: str) -> int:
