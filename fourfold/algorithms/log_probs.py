@@ -25,6 +25,8 @@ CHUNK_TOKENS = 1024
 _CPU_BLOCK, _GPU_BLOCK = 2**18, 2**24
 # Vocabulary rows that are widened at once where a product has to run in float32 though the weight is narrower.
 _WIDENED_ROWS = 8192
+# float16 has few digits below 2^-14, and no loss scale has reached probabilities yet: they are multiplied by this.
+_FLOAT16_LIFT = 1024.0
 
 
 def log_probs_from_logits(
@@ -77,7 +79,7 @@ def fused_log_probs(
     shape = _Shape(temperature, softcap, scale, chunk_tokens)
     head_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     learns = torch.is_grad_enabled() and hidden.requires_grad
-    ahead = learns and not head_trained and entropy != "learn" and len(hidden) > chunk_tokens
+    ahead = learns and not head_trained and entropy != "learn"
     return _FusedLogProbs.apply(hidden, weight, bias, labels, shape, entropy, ahead)  # type: ignore[return-value]
 
 
@@ -126,7 +128,7 @@ def fused_full_kl(
         for (rows, log_p), (_, log_q) in blocks:
             log_p.sub_(log_p.logsumexp(dim=-1, keepdim=True))
             log_q.sub_(log_q.logsumexp(dim=-1, keepdim=True))
-            kl[chunk][rows] = _row_dot(log_p.exp(), log_q.neg_().add_(log_p)).clamp_min_(0.0)
+            kl[chunk][rows] = log_p.exp().mul_(log_q.neg_().add_(log_p)).sum(dim=-1).clamp_min_(0.0)
     return kl
 
 
@@ -143,8 +145,8 @@ class _Shape:
 class _FusedLogProbs(torch.autograd.Function):
     """With `ahead`, forward also makes d log_prob / d hidden, which no gradient from above is needed for.
 
-    Backward then is a product by one number a token. Else it goes back from the last chunk, whose logits are still
-    there, and makes the others again.
+    The powers of a block serve both ways then, no logits wait for backward, and backward is a product by one number a
+    token. Else it goes back from the last chunk, whose logits are still there, and makes the others again.
     """
 
     @staticmethod
@@ -163,6 +165,7 @@ class _FusedLogProbs(torch.autograd.Function):
         entropy = hidden.new_zeros(len(hidden), dtype=dtype)
         slopes = torch.empty_like(hidden, dtype=dtype) if ahead else None
         scratch, made = _Scratch(), _Logits(hidden, weight, shape)
+        lift = _FLOAT16_LIFT if made.buffer.dtype == torch.float16 else 1.0
         for chunk, logits in made.each(hidden, weight):
             for rows, block in _blocks(logits, bias, shape):
                 softcap_slope = _softcap_slope(block, shape) if ahead else None
@@ -175,13 +178,15 @@ class _FusedLogProbs(torch.autograd.Function):
                 log_probs[chunk][rows] = block.gather(1, label)[:, 0] - log_sum
                 log_total[chunk][rows] = top + log_sum
                 if entropies != "none":
-                    entropy[chunk][rows] = log_sum - _row_dot(powers, block) / total
+                    entropy[chunk][rows] = log_sum - block.mul_(powers).sum(dim=-1) / total
                 if ahead:
-                    p = torch.div(powers, -total[:, None], out=block)
-                    ones = torch.ones_like(label, dtype=dtype)
+                    p = torch.div(powers, -total[:, None] / lift, out=block)
+                    ones = torch.full_like(label, lift, dtype=dtype)
                     _store(logits, rows, p.scatter_add_(1, label, ones), softcap_slope)
             if slopes is not None:
-                slopes[chunk] = _into_hidden(logits, weight).mul_(shape.scale / shape.temperature)
+                slopes[chunk] = _into_hidden(logits, weight)
+        if slopes is not None:
+            slopes.mul_(shape.scale / shape.temperature / lift)
         ctx.save_for_backward(hidden, weight, bias, labels, log_total, entropy, slopes)
         ctx.shape, ctx.logits = shape, None if ahead else made  # freed with ctx where no gradient is wanted
         ctx.set_materialize_grads(False)
@@ -233,7 +238,7 @@ class _Gradients:
         self.scale = scale
         dtype = _working_dtype(hidden)
         self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+        self.weight = weight.new_zeros(()).expand_as(weight) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
 
     def add_bias(self, grad_block: Tensor) -> None:
@@ -246,11 +251,13 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[chunk] = _scale(_into_hidden(grad_logits, weight), self.scale)
         if self.weight is not None:
-            rows = hidden[chunk].to(grad_logits.dtype)
-            if rows.dtype == self.weight.dtype:
+            rows, dtype = hidden[chunk].to(grad_logits.dtype), _working_dtype(hidden)
+            if chunk.stop == len(hidden):  # the first to come; as large as the weight, so it is not added to zeros
+                self.weight = grad_logits.t() @ rows
+            elif rows.dtype == dtype:
                 self.weight.addmm_(grad_logits.t(), rows)
             else:
-                self.weight.add_(grad_logits.t() @ rows)
+                self.weight = self.weight.to(dtype).add_(grad_logits.t() @ rows)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, weight, bias = self.inputs
@@ -354,11 +361,6 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor
     for start in range(0, len(weight), step):
         columns = slice(start, min(start + step, len(weight)))
         yield columns, weight[columns].to(dtype)
-
-
-def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Dot product of each row, without the elementwise product as a tensor."""
-    return torch.bmm(a[:, None, :], b[:, :, None])[:, 0, 0]
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

@@ -174,7 +174,8 @@ class MemorySection(Section):
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
         default="auto",
-        description="Attention kernel of all four roles; 'auto' is transformers' choice, sdpa where a model has it.",
+        description="Attention kernel of all four roles; 'auto' is transformers' choice, sdpa where a model has it; "
+        "on a CPU in half precision its sums run in float32.",
     )
     budget_gib: NonNegativeFloat = Field(
         default=0.0,

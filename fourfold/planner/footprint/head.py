@@ -51,7 +51,7 @@ def log_probs(t: Tape, hidden: Value, weight: Weight, form: HeadForm, entropy: s
         held = t.cast_weight(weight, form.compute)
     tokens = hidden.numbers // form.hidden
     chunk = min(CHUNK_TOKENS, tokens)
-    ahead = hidden.node is not None and not weight.trained and entropy != "learn" and tokens > CHUNK_TOKENS
+    ahead = hidden.node is not None and not weight.trained and entropy != "learn"
     found = [t.empty(tokens, 4), t.empty(tokens, 4)]
     slopes = t.empty(tokens * form.hidden, 4) if ahead else None
     logits = t.storage(chunk * form.vocabulary * form.product, "logits")
@@ -97,18 +97,20 @@ def _into_hidden(t: Tape, form: HeadForm, chunk: int) -> None:
 def _of_log_probs(t: Tape, form: HeadForm, tokens: int, chunk: int, width: int, entropy: str) -> Gradients:
     """Gradients of hidden and weight; the chunk's logits are overwritten by theirs."""
     of_hidden = t.storage(tokens * form.hidden * width)
-    of_weight = t.storage(form.numbers * 4, "buffers") if form.trained else None
     size = form.block_rows(chunk) * form.vocabulary * 4
     blocks = [t.storage(size, "logits") for _ in range(1 + (tokens > chunk) + form.softcap + (entropy == "learn"))]
     del blocks[1 + (entropy == "learn") :]
     _into_hidden(t, form, chunk)
-    if of_weight is None:
+    if not form.trained:
         return [of_hidden, None]
-    if form.product != 4:
+    of_weight = t.storage(form.numbers * form.product, "buffers")
+    del blocks
+    if tokens > chunk and form.product != 4:
+        of_weight = t.storage(form.numbers * 4, "buffers")  # the sum, once there are two products
         added = t.storage(form.numbers * form.product, "buffers")
         del added
-    del blocks
-    return [of_hidden, of_weight if form.compute == 4 else t.storage(form.numbers * form.compute, "buffers")]
+    held = 4 if tokens > chunk else form.product
+    return [of_hidden, of_weight if form.compute == held else t.storage(form.numbers * form.compute, "buffers")]
 
 
 def sample(t: Tape, rows: int, form: HeadForm) -> None:
