@@ -6,9 +6,11 @@ none or where it is trained; a role that stands on a trunk passes ids through it
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from fourfold.algorithms.masking import last_index
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.activation_offload import offload_activations
-from fourfold.memory.activations import checkpoint_modules
+from fourfold.memory.activations import Forgetting, checkpoint_modules
 from fourfold.memory.offload import Residency, absent, residency_of
 from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
@@ -195,6 +197,19 @@ class Scorer(_Role):
         """The number at the last real token of each row."""
         hidden = self.through(activations)
         return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_index(activations.mask)])
+
+
+def casts_once(role: Policy | Scorer, *, several: bool) -> AbstractContextManager[Any]:
+    """Within, autocast's copies of a trained role's masters serve `several` passes instead of being made for each.
+
+    Autocast forgets them when its outermost context ends, so one that casts nothing is put around the passes. It takes
+    no room: as a second pass goes backward, all copies and all gradients are there anyway. Where layers forget what
+    they computed that is not so, and each pass makes its own.
+    """
+    forgets = any(isinstance(module, Forgetting) for module in role.branch.modules())
+    if not several or forgets or role.branch.compute_dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(next(role.parameters()).device.type, enabled=False)
 
 
 def _unflatten(flat: Float32[Tensor, "tokens"], mask: Bool[Tensor, "batch response"]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
 from fourfold.memory.budget import BatchSizes
-from fourfold.models.roles import Activations, micro_batches
+from fourfold.models.roles import Activations, casts_once, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.joint import joint_step
 from fourfold.training.learner import Learned, Learner, Lesson, Steps, Totals
@@ -87,9 +87,10 @@ def _critic_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: To
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> None:
-        for _, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
-            values = learner.critic.values(inputs, part)
-            learner.critic_optimizer.backward(value_objective(values, part, settings, totals) / tokens)
+        with casts_once(learner.critic, several=rows < len(mini)):
+            for _, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
+                values = learner.critic.values(inputs, part)
+                learner.critic_optimizer.backward(value_objective(values, part, settings, totals) / tokens)
 
     def undo() -> None:
         learner.critic_optimizer.discard()
@@ -124,9 +125,11 @@ def _actor_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: Tot
 def _actor_passes(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals, rows: int) -> float:
     """The gradients of one mini-batch, `rows` at a time; returns the sum over tokens of KL(old, new)."""
     settings, approx_kl = lesson.settings, 0.0
-    for _, part, inputs in micro_batches(lesson.experience, lesson.activations, mini, rows):
-        log_probs, entropy = learner.actor.log_probs(inputs, part, lesson.temperature, entropy=wanted_entropy(settings))
-        objective, kl = policy_objective(learner.actor, log_probs, entropy, part, settings, totals)
-        learner.actor_optimizer.backward(objective / lesson.tokens(mini))
-        approx_kl += kl
+    actor, wanted = learner.actor, wanted_entropy(settings)
+    with casts_once(actor, several=rows < len(mini)):
+        for _, part, inputs in micro_batches(lesson.experience, lesson.activations, mini, rows):
+            log_probs, entropy = actor.log_probs(inputs, part, lesson.temperature, entropy=wanted)
+            objective, kl = policy_objective(actor, log_probs, entropy, part, settings, totals)
+            learner.actor_optimizer.backward(objective / lesson.tokens(mini))
+            approx_kl += kl
     return approx_kl
