@@ -19,7 +19,7 @@ def adapter_parameters(architecture: Architecture, rank: int, targets: Collectio
 
 @lru_cache(maxsize=256)  # a search asks thousands of times
 def _numbers(architecture: Architecture, rank: int, targets: tuple[str, ...], layers: int) -> int:
-    of_all = list(linears_between(architecture, 0, architecture.layers))
+    of_all = linears_between(architecture, 0, architecture.layers)
     known = {each.name for each in of_all}
     if unknown := sorted(set(targets) - known):
         raise ValueError(
