@@ -13,7 +13,6 @@ from fourfold.planner.scene import Scene
 from fourfold.planner.timing import (
     NOTHING,
     SHARES,
-    Seconds,
     decoding_steps,
     pass_seconds,
     peak_flops,

@@ -14,8 +14,8 @@ def parse_bytes(text: str, given_by: str) -> int:
     count = 0 if found is None or unit is None else round(float(found[1]) * unit)
     if not count:
         raise ValueError(
-            f"{given_by} {text}: allowed are sizes of a byte and more with their unit, such as 40GiB (2**30 bytes), 80GB (1e9) or "
-            "512MiB"
+            f"{given_by} {text}: allowed are sizes of a byte and more with their unit, such as 40GiB (2**30 bytes), "
+            "80GB (1e9) or 512MiB"
         )
     return count
 

@@ -228,7 +228,13 @@ def test_a_mistake_in_a_lever_is_not_taken_for_a_refusal() -> None:
 
 def test_each_lever_says_what_a_search_may_set() -> None:
     known = {key for key in lever_keys()}
-    assert {"memory.checkpointing", "memory.checkpoint_every", "ppo.micro_batch_size", "sharing.mode", "sampling.overlap_scoring"} <= known
+    assert {
+        "memory.checkpointing",
+        "memory.checkpoint_every",
+        "ppo.micro_batch_size",
+        "sharing.mode",
+        "sampling.overlap_scoring",
+    } <= known
     assert "service" not in {value for each in LEVERS if not each.not_planned for value in each.switches.values()}
     for each in LEVERS:
         assert each.not_planned or each.switches or each.halves
