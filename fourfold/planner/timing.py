@@ -36,8 +36,8 @@ class Shares:
     queues: bool  # calls return before their work is done
 
 
-# gpt-fast's README was read again for these. The figures of SemiAnalysis and of PyTorch's blog, and those of links.py,
-# were written from memory of them and not checked at their source.
+# gpt-fast's README and the start of PyTorch's post were read again for these; SemiAnalysis' figures in a translation of
+# the article. Narayanan's table was not.
 SHARES: Mapping[str, Shares] = {
     # Large products: 720 of an H100's 989 TFLOP/s (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1", December
     # 2024); copies: 1,700 of an A100-80G's 2,039 GB/s (gpt-fast's README). Of these passes reach 0.68, half of an
