@@ -54,7 +54,7 @@ def _is_count(value: object) -> bool:
 def _head_dim(hidden: int, heads: int, given: int | None) -> int:
     if given:
         return given
-    if hidden % heads:
+    if not heads or hidden % heads:
         raise ValueError(
             f"hidden size {hidden} is not a multiple of {heads} attention heads; "
             "give head_dim in the config, or mend the two"

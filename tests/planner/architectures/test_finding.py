@@ -101,6 +101,7 @@ def test_wrong_paths_and_files_are_named(tmp_path: Path) -> None:
         ("num_hidden_layers", 0, "layers = 0: allowed are whole numbers from 1 on"),
         ("num_hidden_layers", -2, "num_hidden_layers = -2; allowed are whole numbers from 0 on"),
         ("num_hidden_layers", "two", "num_hidden_layers = 'two'; allowed"),
+        ("num_attention_heads", 0, "hidden size 576 is not a multiple of 0 attention heads"),
         ("vocab_size", True, "vocab_size = True; allowed"),
         ("num_key_value_heads", "3", "kv_heads = '3': allowed are whole numbers from 1 on"),
         ("num_key_value_heads", 4, "9 heads and 4 KV heads: allowed is a divisor of the heads"),
