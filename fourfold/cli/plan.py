@@ -52,8 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`fourfold plan CONFIG|MODEL`."""
     for option, given, name in (("--save", args.save, "plan.toml"), ("--page", args.page, "plan.html")):
-        if given and Path(given).is_dir():
+        file = Path(given or name).expanduser()
+        if given and file.is_dir():
             raise ValueError(f"{option} {given}: is a folder; give the name of a file, such as {given}/{name}")
+        if not file.parent.is_dir():
+            raise ValueError(f"{option} {given}: there is no folder {str(file.parent)!r}; make it, or give another one")
     import json
 
     from rich.console import Console
