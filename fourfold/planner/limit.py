@@ -127,7 +127,7 @@ def _pass(scene: Scene, one: Pass) -> Stretch:
 
 
 def _decoding(scene: Scene, one: Pass) -> Iterator[Stretch]:
-    """The prompts in one pass, then tokens, for as many rows at once as the settings say; finished ones are replaced."""
+    """The prompts in one pass, then tokens of as many rows at once as the settings say; finished rows are replaced."""
     rows, prompt = one.batch.rows, scene.lengths.mean_prompt
     attended, layers = rows * prompt * (prompt + 1) / 2, len(one.layers)
     first = forward_flops(

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner.scenes import CPU, LLAMA_2_7B, cluster, scene
 
 from fourfold.planner.limit import ADAMW_BYTES, Rates, limits, products_of
-from fourfold.planner.scene import Lengths
+from fourfold.planner.scene import Lengths, Scene
+from planner.scenes import CPU, LLAMA_2_7B, cluster, scene
 
 # Two layers of 8 numbers, 2 heads of 4, an MLP of 16, 32 tokens: small enough to count by hand.
 SMALL = replace(LLAMA_2_7B, layers=2, hidden=8, heads=2, kv_heads=2, head_dim=4, intermediate=16, vocabulary=32)
@@ -18,12 +18,13 @@ HEAD = 8 * 32
 LENGTHS = Lengths.longest(3, 5)
 
 
-def small(**changes: Any):
+def small(**changes: Any) -> Scene:
     sizes = {"rollout_batch_size": 4, "mini_batch_size": 4, "micro_batch_size": 4, "num_epochs": 1}
-    return scene(SMALL, cluster(device=CPU), LENGTHS, **{f"ppo__{key}": n for key, n in sizes.items()} | changes)
+    given: dict[str, Any] = {f"ppo__{key}": n for key, n in sizes.items()} | changes
+    return scene(SMALL, cluster(device=CPU), LENGTHS, **given)
 
 
-def alike(where: Any, rate: float, bandwidth: float) -> Rates:
+def alike(where: Scene, rate: float, bandwidth: float) -> Rates:
     return Rates({product: rate for product in products_of(where)}, bandwidth)
 
 
