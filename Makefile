@@ -22,7 +22,7 @@ help:
 	@echo "make check   format, lint, types, layers, sizes, tests"
 	@echo "make test    setup and check"
 	@echo "make format  format the code and fix what can be fixed"
-	@echo "make bench   measure Fourfold beside TRL (needs a quiet machine)"
+	@echo "make bench   measure Fourfold beside TRL and its own limit (needs a quiet machine)"
 	@echo "make report  bring the tables of the documents up to date"
 
 setup: .venv/.setup
@@ -84,9 +84,9 @@ format:
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+# BENCHMARKS names what is measured, such as "peer limit".
 bench: .venv/.setup .venv/.demo
-	$(BIN)/python -m benchmarks.peer_trl
-	@$(MAKE) --no-print-directory report
+	$(BIN)/python -m benchmarks $(BENCHMARKS)
 
 report:
 	$(BIN)/python -m benchmarks.report

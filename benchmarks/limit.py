@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_trl import CACHE, MODEL, SHAPES, USUAL, write_prompts
-from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, versions, write_result
+from benchmarks.results import ROOT, Figure, Result, commit, hardware, number, today, versions, write_result
 from fourfold.config.loading import dump_toml, parse_config
+from fourfold.planner.costs import WORKING
 
 PACKAGES = ("torch", "transformers")
+WHOLE_STEP = "step"
+TOKENS_A_SECOND, PRODUCTS, MEMORY = "response tokens a second", "best rate of products", "bandwidth of memory"
 # At least half of the limit (docs/speed.md).
 TARGETS = {"step: share of the limit": ">= 0.5"}
 
@@ -61,7 +64,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(prefix="limit-") as name:
         folder = Path(name)
-        write_prompts(model, args.prompt_tokens, folder / "prompts.jsonl")
+        write_prompts(model, args.prompt_tokens, folder / "prompts.jsonl", SHAPES[args.shape]["batch"])
         (folder / "limit.toml").write_text(settings(args, folder / "prompts.jsonl", folder), encoding="utf-8")
         for turn in range(args.rounds):
             print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
@@ -70,6 +73,26 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             subprocess.run([*command, *out], cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
             reports.append(json.loads((folder / "limit.json").read_text(encoding="utf-8")))
     return reports
+
+
+def limit_table(result: Result) -> list[str]:
+    """A line a phase: medians, seconds with the range in brackets."""
+    values = {figure.name: figure for figure in result.figures}
+    rows = ["| phase | seconds | limit | share | MFU | TFLOP | peak MiB |", "|---" + "|---:" * 6 + "|"]
+    for phase in (*WORKING, WHOLE_STEP):
+        spent = values[f"{phase}: seconds"]
+        low, high = spent.spread or (spent.value, spent.value)
+        share, mfu = (f"{values[f'{phase}: {what}'].value:.0%}" for what in ("share of the limit", "MFU"))
+        best, flops, peak = (number(values[f"{phase}: {what}"].value) for what in ("limit", "FLOPs", "peak memory"))
+        took = f"{number(spent.value)} ({number(low)} - {number(high)})"
+        rows.append(f"| {phase} | {took} | {best} | {share} | {mfu} | {flops} | {peak} |")
+    speed, rate, memory = (number(values[name].value) for name in (TOKENS_A_SECOND, PRODUCTS, MEMORY))
+    compute = result.config["compute"]
+    return [
+        *rows,
+        "",
+        f"{speed} response tokens a second; {compute} at {rate} GFLOP/s at best, memory at {memory} GB/s.",
+    ]
 
 
 def figures(reports: Sequence[Mapping[str, Any]]) -> list[Figure]:
@@ -87,10 +110,10 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> list[Figure]:
         ):
             name = f"{line['phase']}: {what}"
             found.append(Figure.of(name, [each[key] / scale for each in rounds], unit, TARGETS.get(name)))
-    found.append(Figure.of("response tokens a second", [each["tokens_per_second"] for each in reports], "tokens/s"))
+    found.append(Figure.of(TOKENS_A_SECOND, [each["tokens_per_second"] for each in reports], "tokens/s"))
     best = [max(rate for one, rate in each["products"] if one[0] == each["compute"]) / 1e9 for each in reports]
-    found.append(Figure.of("best rate of products", best, "GFLOP/s"))
-    found.append(Figure.of("bandwidth of memory", [each["bandwidth"] / 1e9 for each in reports], "GB/s"))
+    found.append(Figure.of(PRODUCTS, best, "GFLOP/s"))
+    found.append(Figure.of(MEMORY, [each["bandwidth"] / 1e9 for each in reports], "GB/s"))
     return found
 
 

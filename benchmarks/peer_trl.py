@@ -1,8 +1,8 @@
 """Fourfold beside TRL's PPO: same model, prompts, batch, lengths and epochs, each run in a process of its own.
 
 `python -m benchmarks.peer_trl` needs a quiet machine; it makes the peer's environment (.venv-trl) when it is missing,
-and writes benchmarks/results/<date>-<hardware>-peer.json; `--shape 64x64` is a second, larger piece of work, in a file of
-its own (peer-64x64). The sides alternate, so that a slow minute hits all of them.
+and writes benchmarks/results/<date>-<hardware>-peer.json; `--shape 64x64` is a larger piece of work, in a file of its
+own (peer-64x64). The sides alternate, so that a slow minute hits all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -129,8 +130,11 @@ def peer_installations(torch_index: str | None) -> list[list[str]]:
     return [call for call in (torch, [*pip, "-r", str(PEER_REQUIREMENTS)]) if call]
 
 
-def write_prompts(model: str, prompt_tokens: int, path: Path) -> None:
-    """Prompts of exactly `prompt_tokens` tokens that become the same tokens again when they are read as text."""
+def write_prompts(model: str, prompt_tokens: int, path: Path, rows: int = 1) -> None:
+    """Prompts of exactly `prompt_tokens` tokens that become the same tokens again when they are read as text.
+
+    There are at least `rows` of them, some more than once if need be: TRL leaves a batch out that is not full.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -144,6 +148,7 @@ def write_prompts(model: str, prompt_tokens: int, path: Path) -> None:
         raise ValueError(
             f"--prompt-tokens {prompt_tokens}: none of the {len(texts)} built-in prompts has that length; try 4"
         )
+    kept *= math.ceil(rows / len(kept))
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept), encoding="utf-8")
 
 
@@ -168,7 +173,7 @@ def measure(args: argparse.Namespace, sides: Sequence[Side]) -> dict[str, list[W
     reports: dict[str, list[WorkerReport]] = {side.name: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="peer-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        write_prompts(model, args.prompt_tokens, prompts)
+        write_prompts(model, args.prompt_tokens, prompts, args.batch)
         for turn in range(args.rounds):
             for side in sides:
                 print(f"round {turn + 1} of {args.rounds}: {side.name}", file=sys.stderr, flush=True)

@@ -26,8 +26,8 @@ Spearman's; pairs: held-out pairs ranked as people do. speed: tokens a second re
 
 LIMIT_COLUMNS = """\
 Columns: limit, the seconds of the same work at the measured rates of its products and of memory, whichever takes longer
-in each pass (docs/speed.md); share, limit / seconds; MFU, FLOPs / (seconds x the best rate of the compute type); FLOPs
-and moved, what the algorithm cannot do without; waits for, what the limit waits for; peak, bytes as in metrics.jsonl.
+in each pass (docs/speed.md); share, limit / seconds; MFU, FLOPs / (seconds x the best rate of the compute type); FLOPs,
+those that the algorithm cannot do without; waits for, what the limit waits for; peak, bytes as in metrics.jsonl.
 """
 
 

@@ -223,7 +223,7 @@ def table(report: Report) -> Table:
     caption = f"measured: {quantity(best)}FLOP/s at best in {report.compute}, {quantity(report.bandwidth)}B/s of memory"
     made = Table(title=title, caption=caption, box=SIMPLE_HEAD)
     made.add_column("phase", no_wrap=True)
-    for column in ("seconds", "limit", "share", "MFU", "FLOPs", "moved", "waits for", "peak"):
+    for column in ("seconds", "limit", "share", "MFU", "FLOPs", "waits for", "peak"):
         made.add_column(column, justify="right", no_wrap=True)
     for line in report.lines:
         bound = "products" if line.product_seconds >= line.memory_seconds else "memory"
@@ -234,7 +234,6 @@ def table(report: Report) -> Table:
             f"{line.share_of_limit:.0%}",
             f"{line.mfu:.0%}",
             quantity(line.flops),
-            size(line.bytes),
             bound,
             size(line.peak_bytes),
         )
