@@ -27,6 +27,7 @@ AXES: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 STAYS = {"new-tokens": 24, "batch": 16, "epochs": 2, "micro-batch": 8}
 SIDE = "Fourfold trunk bfloat16"
+ASKED = ("model", "updates", "rounds", "threads")
 UPDATE = "update"
 # Attention's part that grows with the square is small at these lengths; the rest must not grow faster than its work.
 TARGET = "<= 1.1"
@@ -74,7 +75,8 @@ def points_of(option: str, given: argparse.Namespace) -> tuple[Points, argparse.
     points: dict[int, Sequence[WorkerReport]] = {}
     args = given
     for size in AXES[option][1]:
-        shape = STAYS | {option: size, "updates": given.updates, "rounds": given.rounds, "threads": given.threads}
+        asked = {name: getattr(given, name) for name in ASKED}
+        shape = STAYS | {option: size} | asked
         args = parse_arguments([text for name, value in shape.items() for text in (f"--{name}", str(value))])
         print(f"{AXES[option][0]}: {size}", file=sys.stderr, flush=True)
         points[size] = measure(args, [side])[SIDE]
@@ -86,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     defaults = parse_arguments([])
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     parser.add_argument("--axis", action="append", choices=AXES, help="only this one; may be repeated")
+    parser.add_argument("--model", default=defaults.model, help="as model.path of a configuration (%(default)s)")
     parser.add_argument("--updates", type=int, default=3, help="updates a run; the first warms up and is not counted")
     parser.add_argument("--rounds", type=int, default=2, help="runs of every size; the medians are reported")
     parser.add_argument("--threads", type=int, default=defaults.threads)
@@ -104,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hardware=hardware(),
         versions=versions,
         commit=commit(),
-        config=config | {name: getattr(given, name) for name in ("updates", "rounds", "threads")},
+        config=config | {name: getattr(given, name) for name in ASKED},
         figures=tuple(found),
     )
     print(result.model_dump_json(indent=2) if given.dry else write_result(result).relative_to(ROOT))
