@@ -8,6 +8,9 @@ Exit codes: 0 a plan fits, 2 bad input, 3 no plan fits.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 NOTHING_FITS = 3
@@ -80,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         refuse=args.refuse,
         overrides=args.overrides,
     )
-    found = answer(asked, as_given=args.as_given)
+    with _without_collector():
+        found = answer(asked, as_given=args.as_given)
     best = found.plans[0]
     if args.save and best.fits:
         write_atomically(Path(args.save).expanduser(), plan_toml(best))
@@ -98,3 +102,15 @@ def run(args: argparse.Namespace) -> int:
         if args.page:
             print(f"{args.page} written; open it in a browser")
     return 0 if best.fits else NOTHING_FITS
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Within, Python looks for no cycles: a search makes a million small objects, none of which is part of one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
