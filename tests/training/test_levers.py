@@ -53,13 +53,12 @@ from training.runs import (
 from training.served import at_service, hosted_roles, listening
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
-# Without those whose package is not installed, or whose device is not there.
-HERE = [
-    each
-    for each in LEVERS
-    if (not each.package or importlib.util.find_spec(each.package)) and (not each.only_on or torch.cuda.is_available())
-]
-MECHANISMS = [each for each in HERE if each.change != "other parameters"]
+# Without those whose package is not installed.
+INSTALLED = [each for each in LEVERS if not each.package or importlib.util.find_spec(each.package)]
+MECHANISMS = [each for each in INSTALLED if each.change != "other parameters"]
+ALONE = [pytest.param(each, id=each.name, marks=pytest.mark.gpu if each.only_on else ()) for each in MECHANISMS]
+# What runs on a GPU only is tried alone there.
+HERE = [each for each in INSTALLED if not each.only_on]
 PAIRS = list(itertools.combinations(HERE, 2))
 # Settings are refused on any machine.
 EXCLUDED = [(one, other) for one, other in itertools.combinations(LEVERS, 2) if other.name in one.excludes]
@@ -297,7 +296,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("levers")
 
 
-@pytest.mark.parametrize("each", MECHANISMS, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", ALONE)
 def test_a_lever_changes_what_it_declares(folder: Path, each: Lever) -> None:
     check(folder, [each])
 
