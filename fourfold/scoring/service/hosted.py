@@ -25,6 +25,9 @@ from fourfold.scoring.external import ExternalReward, NothingToRead
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.wire import BadMessage, Rows
 
+# What every request may hold.
+ROWS = ("prompts", "responses", "micro_batch_size")
+
 
 class TooLate(Exception):
     """A request's time is over."""
@@ -143,7 +146,7 @@ class HostedReference:
     ids: IdRows
     identity: AnyIdentity
 
-    known: ClassVar = ("prompts", "responses", "micro_batch_size", "temperature")
+    known: ClassVar[tuple[str, ...]] = (*ROWS, "temperature")
 
     def size(self) -> dict[str, int]:
         """Parameters and bytes of its weights."""
@@ -174,7 +177,7 @@ class HostedReward:
     tokenizer: Any
     eos_id: int
 
-    known: ClassVar = ("prompts", "responses", "micro_batch_size")
+    known: ClassVar[tuple[str, ...]] = ROWS
 
     def size(self) -> dict[str, int]:
         """Parameters and bytes of its weights."""
@@ -204,8 +207,8 @@ class HostedReward:
 class HostedReader:
     """Scores of texts by a reward model of another family, which makes tokens of its own of them."""
 
-    known: ClassVar = ("prompts", "responses", "micro_batch_size")
-    ids = None
+    known: ClassVar[tuple[str, ...]] = ROWS
+    ids: IdRows | None = None
 
     def __init__(self, external: External, identity: ReaderIdentity, budget: Budget) -> None:
         self.identity: AnyIdentity = identity
