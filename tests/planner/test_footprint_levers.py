@@ -165,7 +165,7 @@ NOTHING_HERE = {"overlap scoring", "int8 reference", "ONNX int8 reward", "paged_
 # What has to be on for a lever to be felt: the log-probs of a whole micro-batch would be the fullest of generate.
 BESIDE = {
     "sampling batches": ["ppo.micro_batch_size=1"],
-    "ONNX int8 reward": ['reward.model="unused"', 'reward.checkpoint=""'],
+    "ONNX int8 reward": ['reward.model="unused"'],
 }
 
 

@@ -250,18 +250,18 @@ class Hosted:
     """Frozen roles; every method may be called by one thread at a time."""
 
     def __init__(self, held: Mapping[str, HostedRole], *, model: str, micro_batch_size: int) -> None:
-        self._held = held
+        self.held = held
         self._model = model
         self._micro_batch_size = micro_batch_size
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Names of the roles that are held."""
-        return tuple(self._held)
+        return tuple(self.held)
 
     def describe(self) -> dict[str, Any]:
         """What a client compares with its own run; the ids and positions are those that every role of ids has."""
-        read = [role.ids for role in self._held.values() if role.ids is not None]
+        read = [role.ids for role in self.held.values() if role.ids is not None]
         roles = {
             name: {
                 "path": wire.ROLE_PATHS[name],
@@ -269,7 +269,7 @@ class Hosted:
                 **role.size(),
                 **asdict(role.identity),
             }
-            for name, role in self._held.items()
+            for name, role in self.held.items()
         }
         return {
             "protocol": wire.PROTOCOL,
@@ -281,7 +281,7 @@ class Hosted:
 
     def answer(self, role: str, message: dict[str, Any], deadline: float) -> dict[str, Any]:
         """The answer to a request; BadMessage says what is wrong with it, TooLate that its time is over."""
-        held = self._held[role]
+        held = self.held[role]
         wire.refuse_unknown_keys(message, held.known)
         size = int(wire.positive(message, "micro_batch_size", self._micro_batch_size, int))
         return held.answer(message, size, deadline)
