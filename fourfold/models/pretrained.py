@@ -64,6 +64,19 @@ def import_models() -> None:
         library.is_scipy_available = has_scipy
 
 
+def without_weights(kind: Any, place: str, *, given: str, allowed: str) -> tuple[PreTrainedModel, Any]:
+    """The shape of such a model, on the device "meta", and its tokenizer: the weights are not read."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        with torch.device("meta"):
+            return kind.from_config(config, trust_remote_code=False), tokenizer
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{given} cannot be loaded ({str(error).splitlines()[0]}); allowed: {allowed}") from error
+
+
 @contextlib.contextmanager
 def no_loading_bar() -> Iterator[None]:
     """Within, transformers shows no bar of weights being put in place; downloads from the hub still show theirs."""
