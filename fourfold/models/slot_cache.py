@@ -85,7 +85,7 @@ class SlotCache:
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, heads, length, size] of the rows of the pass."""
         slots, length = self.places.slots, self.places.length
-        return self.keys[layer][slots][:, :, :length], self.values[layer][slots][:, :, :length]
+        return self.keys[layer][:, :, :length][slots], self.values[layer][:, :, :length][slots]
 
     def share(self, source: int, targets: Int64[Tensor, "rows"], columns: int) -> None:
         """Copy the first columns of a slot into others."""
