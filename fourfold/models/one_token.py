@@ -113,11 +113,16 @@ def window_of(part: Part, index: int) -> int:
     return window
 
 
-@torch.no_grad()
 def one_token_of(part: Part) -> LlamaStep | None:
-    """The step of a part that is like Llama's and, on a probe, computes what the part itself does; None for others."""
+    """The step of a part for which it computes what the part itself does; None for others."""
+    return LlamaStep(part) if step_agrees(part) else None
+
+
+@torch.no_grad()
+def step_agrees(part: Part) -> bool:
+    """Whether a part is like Llama's and its step, on a probe, computes what the part itself does."""
     if part.body.config.model_type not in LIKE_LLAMA or not part.num_layers or _has_odd_hooks(part):
-        return None
+        return False
     step, device = LlamaStep(part), next(part.parameters()).device
     generator = torch.Generator().manual_seed(0)
     shape = (PROBE_ROWS, PROBE_TOKENS)
@@ -134,9 +139,9 @@ def one_token_of(part: Part) -> LlamaStep | None:
     expected = part.forward(inputs[:, last:], None, cache=cache).float()
     cache.one_token = step
     gap = (part.forward(inputs[:, last:], None, cache=cache).float() - expected).abs().max() / expected.abs().max()
-    return step if float(gap) <= TOLERANCE[part.compute_dtype] else None
+    return float(gap) <= TOLERANCE[part.compute_dtype]
 
 
 def _has_odd_hooks(part: Part) -> bool:
-    """Whether hooks of the layers want more than the layer and its input, or change what they are given."""
+    """Whether hooks of the layers want more than the layer, its input and its output."""
     return any(layer._forward_hooks_with_kwargs or layer._forward_pre_hooks_with_kwargs for layer in part.layers)

@@ -59,23 +59,23 @@ class SlotCache:
         self._keys_by_column = keys_by_column
         self._made = False
         self.one_token = one_token
-        self.places = Places(slice(0, 0), torch.empty(0, 1, dtype=torch.int64), 0)
+        self.at(Places(slice(0, 0), torch.empty(0, 1, dtype=torch.int64), 0))
 
     def at(self, places: Places) -> SlotCache:
         """The cache for a pass over tokens in these places."""
-        self.places = places
+        self.places, slots = places, places.slots
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=places.positions.device)
+        self._written = slots[:, None]
         return self
 
     def write(self, layer: int, keys: Float[Tensor, "rows heads time size"], values: Tensor) -> None:
         """Put the keys and values of the pass into their places."""
         if not self._made:
             self._make(keys, values)
-        slots, positions = self.places.slots, self.places.positions
-        if isinstance(slots, slice):
-            slots = torch.arange(slots.start, slots.stop, device=keys.device)
         # Two index tensors with a slice between them: rows and columns come first.
-        self.keys[layer][slots[:, None], :, positions] = keys.transpose(1, 2)
-        self.values[layer][slots[:, None], :, positions] = values.transpose(1, 2)
+        self.keys[layer][self._written, :, self.places.positions] = keys.transpose(1, 2)
+        self.values[layer][self._written, :, self.places.positions] = values.transpose(1, 2)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """What transformers' layers ask for: what the pass looks at, its own keys and values among them."""

@@ -60,7 +60,7 @@ class Drawn:
 
 
 class Decoder:
-    """Draws a response for every row; `finished` is told the rows that have ended, and is called between steps."""
+    """Draws a response for every row; `finished` is told which rows have ended, between steps."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Decoder:
         prompts: PromptBatch,
         slots: int,
         one_token: Callable[[Part], OneToken | None] = one_token_of,
-        finished: Callable[[Sequence[int]], None] = lambda rows: None,
+        finished: Callable[[Drawn, Sequence[int]], None] = lambda drawn, rows: None,
     ) -> None:
         self._base, self._policy, self._settings = base, policy, settings
         self._prompts = [tuple(tokens) for tokens in prompts.tokens]
@@ -188,7 +188,7 @@ class Decoder:
             self._copy(mover, [hole], len(self._prompts[self._rows[mover]]) + self._drawn[mover])
         self._rows, self._drawn = [self._rows[i] for i in order], [self._drawn[i] for i in order]
         self._inputs = self._inputs[order]
-        self._finished(done)
+        self._finished(self.drawn, done)
 
     def _take_up(self) -> None:
         """Put waiting rows into the slots without a row; prompts that one of the active rows has are not computed."""

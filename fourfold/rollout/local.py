@@ -20,7 +20,7 @@ from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSizes
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
-from fourfold.models.one_token import one_token_of
+from fourfold.models.one_token import LlamaStep, step_agrees
 from fourfold.models.roles import Activations, Policy, by_length, copy_policy, freeze, micro_batch
 from fourfold.models.slot_cache import OneToken
 from fourfold.models.split import Part
@@ -50,7 +50,7 @@ class LocalSampler:
         self._scored_rows = sizes.log_probs
         self._half = policy.branch.compute_dtype != torch.float32
         self._working: Policy | None = None
-        self._steps: WeakKeyDictionary[Part, OneToken | None] = WeakKeyDictionary()
+        self._agrees: WeakKeyDictionary[Part, bool] = WeakKeyDictionary()
         self._listener = listener
 
     @torch.no_grad()
@@ -65,15 +65,14 @@ class LocalSampler:
                 self._listener.begin()  # what it heard of a rollout that ran out of memory is void
             told: list[int] = []
 
-            def finished(more: Sequence[int]) -> None:
+            def finished(drawn: Drawn, more: Sequence[int]) -> None:
                 nonlocal told
                 told += more
                 if self._listener is not None and len(told) >= slots:
-                    self._tell(decoder.drawn, told, prompts, policy_version)
+                    self._tell(drawn, told, prompts, policy_version)
                     told = []
 
-            decoder = Decoder(self._base, policy, self._settings, prompts, slots, self._one_token, finished)
-            drawn = decoder.run()
+            drawn = Decoder(self._base, policy, self._settings, prompts, slots, self._one_token, finished).run()
             if self._listener is not None and told:
                 self._tell(drawn, told, prompts, policy_version)
             return self._joined(drawn, range(rows), prompts, policy_version)
@@ -113,9 +112,9 @@ class LocalSampler:
 
     def _one_token(self, part: Part) -> OneToken | None:
         """The faster step of a part, tried out when it is first asked for."""
-        if part not in self._steps:
-            self._steps[part] = one_token_of(part)
-        return self._steps[part]
+        if part not in self._agrees:
+            self._agrees[part] = step_agrees(part)
+        return LlamaStep(part) if self._agrees[part] else None
 
     def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
         found = torch.zeros_like(rollout.sampler_log_probs)
