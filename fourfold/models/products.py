@@ -21,8 +21,8 @@ def linear_few_rows(
     x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None
 ) -> Float[Tensor, "*rows outputs"]:
     """x W^T + b, by the faster of two libraries: float32 on a CPU, few rows, no gradient."""
-    rows = x.numel() // x.shape[-1]
-    if rows > FEW_ROWS or x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_grad_enabled():
+    single = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
+    if not single or x.numel() > FEW_ROWS * x.shape[-1] or x.device.type != "cpu" or torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
     return _few_rows(x, weight, bias)
 
