@@ -93,6 +93,12 @@ class SlotCache:
             for held in (self.keys, self.values):
                 held[:, targets, :, :columns] = held[:, source : source + 1, :, :columns]
 
+    def swap(self, one: int, other: int, columns: int) -> None:
+        """Exchange the first columns of two slots."""
+        if self._made:
+            for held in (self.keys, self.values):
+                held[:, [one, other], :, :columns] = held[:, [other, one], :, :columns]
+
     def _make(self, keys: Tensor, values: Tensor) -> None:
         """In the shapes and the type that the first layer gives; zeros, because what is not looked at has weight 0."""
         self._made = True

@@ -219,7 +219,7 @@ LEVERS: tuple[Lever, ...] = (
         baseline={"sampling.batch_size": 4},
         halves=("sampling.batch_size", "ppo.rollout_batch_size"),
         saves="the seconds of reference and reward, as far as sampling leaves the processor room",
-        costs="rows are cut into micro-batches as they end; offloaded roles are read once for as many as there are slots",
+        costs="rows are cut into micro-batches as they end; offloaded roles are read once for so many rows as slots",
         change="bounded",  # as micro-batches: products of other shapes
         bound=1e-4,
     ),

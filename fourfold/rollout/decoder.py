@@ -7,7 +7,7 @@ row have cost as much as a step does: their prompts are a pass of their own, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -94,6 +94,7 @@ class Decoder:
             if part is not None
         }
         self._waiting = 0  # the next row to take up
+        self._newest = 0  # the slot in which the prompt of the last row taken up is, whether or not the row has ended
         self._idle = 0  # slots without a row, summed over steps since rows were last taken up
         # Of the active rows, slot by slot: which they are, how many tokens they have drawn, and the branch's input.
         self._rows: list[int] = []
@@ -178,48 +179,49 @@ class Decoder:
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
     def _retire(self, slots: Sequence[int]) -> None:
-        """Take rows out that have ended; the last active ones move into their slots."""
+        """Take rows out that have ended; the last active ones change places with them."""
         done = [self._rows[slot] for slot in slots]
         going = [slot for slot in range(len(self._rows)) if slot not in set(slots)]
         order = list(range(len(going)))
         movers = [slot for slot in going if slot >= len(going)]
         for hole, mover in zip([slot for slot in slots if slot < len(going)], movers, strict=True):
             order[hole] = mover
-            self._copy(mover, [hole], len(self._prompts[self._rows[mover]]) + self._drawn[mover])
+            for cache in self._caches.values():
+                cache.swap(hole, mover, max(len(self._prompts[self._rows[i]]) + self._drawn[i] for i in (hole, mover)))
+            self._newest = {hole: mover, mover: hole}.get(self._newest, self._newest)
         self._rows, self._drawn = [self._rows[i] for i in order], [self._drawn[i] for i in order]
         self._inputs = self._inputs[order]
         self._finished(self.drawn, done)
 
     def _take_up(self) -> None:
-        """Put waiting rows into the slots without a row; prompts that one of the active rows has are not computed."""
-        first, newest = len(self._rows), max(self._rows, default=-1)
+        """Put waiting rows into the slots without a row; what they share with the row before them is not computed."""
+        first, newest = len(self._rows), self._waiting - 1
         new = list(range(self._waiting, min(self._waiting + self._slots - first, len(self._prompts))))
-        slots = {row: first + place for place, row in enumerate(new)}
-        # Responses to one prompt are neighbours, so the newest active row is the one that may have it.
+        slots = {row: first + place for place, row in enumerate(new)} | ({newest: self._newest} if newest >= 0 else {})
+        # Responses to one prompt are neighbours.
         sources = {self._prompts[newest]: newest} if newest >= 0 else {}
         for row in new:
             sources.setdefault(self._prompts[row], row)
         fresh = [row for row in new if sources[self._prompts[row]] == row]
         same = [row for row in new if row not in set(fresh)]
-        slots |= {row: slot for slot, row in enumerate(self._rows)}
         found = []
-        if fresh:
+        self._share_prompts([row for row in same if sources[self._prompts[row]] == newest], sources, slots)
+        if fresh:  # one of which may take the slot of the row before them
             start = self._share_prefix(fresh, newest, slots)
             found.append(self._prefill(fresh, [start] * len(fresh), self._ends(fresh), slots))
-        for row in same:
-            self._share(sources[self._prompts[row]], [row], len(self._prompts[row]) - 1, slots)
+        self._share_prompts([row for row in same if sources[self._prompts[row]] != newest], sources, slots)
         if same:
             found.append(self._prefill(same, [end - 1 for end in self._ends(same)], self._ends(same), slots))
         place = {row: i for i, row in enumerate([*fresh, *same])}
         inputs = torch.cat(found)[[place[row] for row in new]]
         self._inputs = torch.cat([self._inputs, inputs]) if first else inputs
         self._rows, self._drawn = [*self._rows, *new], [*self._drawn, *[0] * len(new)]
-        self._waiting, self._idle = self._waiting + len(new), 0
+        self._waiting, self._newest, self._idle = self._waiting + len(new), slots[new[-1]], 0
 
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [len(self._prompts[row]) for row in rows]
 
-    def _share_prefix(self, fresh: Sequence[int], newest: int, slots: dict[int, int]) -> int:
+    def _share_prefix(self, fresh: Sequence[int], newest: int, slots: Mapping[int, int]) -> int:
         """Give all these rows the prefix that they have in common, where that saves work; returns its length."""
         source = newest if newest >= 0 else fresh[0]
         prompts = [self._prompts[row] for row in (source, *fresh)]
@@ -233,24 +235,29 @@ class Decoder:
         self._share(source, [row for row in fresh if row != source], length, slots)
         return length
 
-    def _share(self, source: int, rows: Sequence[int], columns: int, slots: dict[int, int]) -> None:
+    def _share_prompts(
+        self, rows: Sequence[int], sources: Mapping[tuple[int, ...], int], slots: Mapping[int, int]
+    ) -> None:
+        """Give these rows all but the last token of their prompts, each from the row that has the same one."""
+        for row in rows:
+            self._share(sources[self._prompts[row]], [row], len(self._prompts[row]) - 1, slots)
+
+    def _share(self, source: int, rows: Sequence[int], columns: int, slots: Mapping[int, int]) -> None:
         """Copy the first tokens of a row's prompt to other rows that begin likewise."""
-        self._copy(slots[source], [slots[row] for row in rows], columns)
+        targets = self._tensor([slots[row] for row in rows])
+        for cache in self._caches.values():
+            cache.share(slots[source], targets, columns)
         if (kept := self.drawn.activations) is not None:
             begins = {row: self.drawn.width - len(self._prompts[row]) for row in (source, *rows)}
             for row in rows:
                 kept[row, begins[row] : begins[row] + columns] = kept[source, begins[source] : begins[source] + columns]
-
-    def _copy(self, source: int, targets: Sequence[int], columns: int) -> None:
-        for cache in self._caches.values():
-            cache.share(source, self._tensor(targets), columns)
 
     def _prefill(
         self,
         rows: Sequence[int],
         starts: Sequence[int],
         stops: Sequence[int],
-        slots: dict[int, int],
+        slots: Mapping[int, int],
         *,
         whole: bool = False,
     ) -> Tensor:

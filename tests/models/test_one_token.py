@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,10 +62,10 @@ def test_hooks_of_the_layers_are_called_as_the_layers_call_them() -> None:
 @pytest.mark.parametrize("kernel", ["eager", "flex_attention"])
 @torch.no_grad()
 def test_a_kernel_that_takes_no_such_masks_is_changed_for_the_pass(kernel: str) -> None:
-    part = cut(tiny_model("llama"), 0, 2, compute_dtype=torch.float32)
-    expected = step_by(part, SlotCache(2, 2, 4))
-    other = copy.deepcopy(part)
-    other.body.set_attn_implementation(kernel)
+    expected = step_by(cut(tiny_model("llama"), 0, 2, compute_dtype=torch.float32), SlotCache(2, 2, 4))
+    model = tiny_model("llama")
+    model.set_attn_implementation(kernel)
+    other = cut(model, 0, 2, compute_dtype=torch.float32)
     torch.testing.assert_close(step_by(other, SlotCache(2, 2, 4)), expected, rtol=0, atol=1e-5)
     assert {other.body.config._attn_implementation, *(a.config._attn_implementation for a in other.attentions)} == {
         kernel
@@ -98,6 +96,6 @@ def test_attention_is_the_weighted_sum(rows: int, heads: int, group: int, length
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_step_is_taken(dtype: torch.dtype, tmp_path: Path) -> None:
-    part = cut(tiny_model("llama").to("cuda", dtype), 0, 2, compute_dtype=dtype)
-    assert one_token_of(part) is not None
+def test_on_a_gpu_the_step_is_taken(dtype: torch.dtype) -> None:
+    model: Any = tiny_model("llama")
+    assert one_token_of(cut(model.to("cuda", dtype), 0, 2, compute_dtype=dtype)) is not None
