@@ -25,8 +25,12 @@ def test_equals_the_ordinary_product(rows: list[int], inputs: int, outputs: int,
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(*rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
     add = torch.randn(outputs, generator=generator) if bias else None
-    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=onednn):
-        found = linear_few_rows(x, weight, add)
+    torch.backends.mkldnn.set_flags(_enabled=onednn)  # `flags` would warn of Intel's GPUs
+    try:
+        with torch.no_grad():
+            found = linear_few_rows(x, weight, add)
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=True)
     expected = nn.functional.linear(x.double(), weight.double(), None if add is None else add.double())
     assert found.is_contiguous() and found.shape == expected.shape
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
