@@ -120,10 +120,7 @@ def tiny_sampler(base: Base, policy: Policy | None = None, **settings: Any) -> L
 def forward_shapes(part: Any) -> Iterator[list[tuple[int, int]]]:
     """(rows, time) of every forward pass of a part."""
     shapes: list[tuple[int, int]] = []
-    handle = part.body.register_forward_hook(
-        lambda _module, _args, _kwargs, output: shapes.append(tuple(output.last_hidden_state.shape[:2])),
-        with_kwargs=True,
-    )
+    handle = part.register_forward_hook(lambda _module, _args, output: shapes.append(tuple(output.shape[:2])))
     try:
         yield shapes
     finally:

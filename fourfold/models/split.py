@@ -7,8 +7,9 @@ and has one. A whole model is a branch that starts at layer 0 and takes ids.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.algorithms.masking import position_ids
 from fourfold.memory.offload import copy_with_absent
+from fourfold.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,26 +94,61 @@ class Part(nn.Module):
         return self.body.config.hidden_size
 
     def forward(
-        self, inputs: Tensor, attention_mask: Tensor, positions: Tensor | None = None, cache: Any = None
+        self,
+        inputs: Tensor,
+        attention_mask: Tensor | None,
+        positions: Tensor | None = None,
+        cache: SlotCache | None = None,
     ) -> Tensor:
         """Activations [batch, time, hidden] for ids [batch, time] or activations [batch, time, hidden].
 
-        `attention_mask` is bool [batch, past + time]; `positions` default to those of the real tokens of each row.
+        `attention_mask` is bool [batch, time]; `positions` default to those of the real tokens of each row. Above a
+        `cache` both are what its places say, and no mask is given.
         """
-        if positions is None:
-            positions = position_ids(attention_mask)
         # A trunk below may compute in another type.
-        source = {"input_ids": inputs} if self.takes_ids else {"inputs_embeds": inputs.to(self.compute_dtype)}
+        inputs = inputs if self.takes_ids else inputs.to(self.compute_dtype)
         half = self.compute_dtype != torch.float32
         with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
-            out = self.body(
-                **source,
-                attention_mask=attention_mask.long(),
-                position_ids=positions,
-                cache=cache,
-                use_cache=cache is not None,
-            )
+            if cache is not None:
+                if cache.one_token is not None and inputs.shape[1] == 1:
+                    return cache.one_token(inputs, cache)
+                return self._above(inputs, cache)
+            assert attention_mask is not None
+            if positions is None:
+                positions = position_ids(attention_mask)
+            return self._body(inputs, attention_mask.long(), positions, None)
+
+    def _above(self, inputs: Tensor, cache: SlotCache) -> Tensor:
+        """A pass over tokens that look at those in a cache, under masks that transformers takes as they are."""
+        config, places = self.body.config, cache.places
+        window, kinds = getattr(config, "sliding_window", None) or 0, set(getattr(config, "layer_types", None) or ())
+        mask: Any = places.unseen(self.compute_dtype, 0 if kinds else window)
+        if "sliding_attention" in kinds:
+            mask = {"full_attention": mask, "sliding_attention": places.unseen(self.compute_dtype, window)}
+        with _kernel_with_masks(self):
+            return self._body(inputs, mask, places.positions, cache)
+
+    def _body(self, inputs: Tensor, mask: Any, positions: Tensor, cache: SlotCache | None) -> Tensor:
+        source = {"input_ids": inputs} if self.takes_ids else {"inputs_embeds": inputs}
+        kept: Any = cache  # all that attention layers ask of it is `update`
+        out = self.body(**source, attention_mask=mask, position_ids=positions, cache=kept, use_cache=cache is not None)
         return out.last_hidden_state
+
+
+@contextlib.contextmanager
+def _kernel_with_masks(part: Part) -> Iterator[None]:
+    """Within, a part whose kernel knows no masks of rows with places of their own (flash, flex) uses torch's."""
+    configs: list[Any] = [part.body.config, *(attention.config for attention in part.attentions)]
+    before = [config._attn_implementation for config in configs]
+    for config, kernel in zip(configs, before, strict=True):
+        if kernel not in ("eager", "sdpa"):
+            config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        for config, kernel in zip(configs, before, strict=True):
+            if config._attn_implementation != kernel:
+                config._attn_implementation = kernel
 
 
 def layout_of(model: PreTrainedModel) -> Layout:

@@ -238,17 +238,17 @@ LEVERS: tuple[Lever, ...] = (
         baseline={"sampling.batch_size": 4},
         halves=("sampling.batch_size", "ppo.rollout_batch_size"),
         saves="the seconds of reference and reward, as far as sampling leaves the processor room",
-        costs="rows are cut into micro-batches within a sampling batch; offloaded roles are read once a sampling batch",
+        costs="rows are cut into micro-batches as they end; offloaded roles are read once for so many rows as slots",
         change="bounded",  # as micro-batches: products of other shapes
         bound=1e-4,
     ),
     Lever(
         name="sampling batches",
-        where="fourfold.rollout.local",
+        where="fourfold.rollout.decoder",
         settings={"sampling.batch_size": 4},
         halves=("sampling.batch_size", "ppo.rollout_batch_size"),
         saves="the cache of keys and values and sampling's logits, in proportion",
-        costs="sampling reads the weights once more for each batch",
+        costs="sampling reads the weights for fewer rows at a time",
         change="bounded",  # as micro-batches
         bound=1e-4,
     ),

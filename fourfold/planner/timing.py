@@ -65,8 +65,6 @@ EMULATED = 0.15
 # What a layer writes and later reads for each token, in numbers of the hidden size: 34 bytes of 2-byte numbers are kept
 # for the backward pass (Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 2).
 LAYER_NUMBERS = 17
-# A token's keys and values are read by attention, and moved once when the cache grows (transformers' DynamicCache).
-CACHE_TOUCHES = 3
 # bitsandbytes' 8-bit AdamW on a CPU: 30.3 against 21.5 s an update of 1.08e9 steps of one parameter
 # (the lever benchmark of 2026-11-30, at commit c89bb1c).
 CPU_8BIT_SECONDS = 8.2e-9
@@ -197,7 +195,7 @@ def _decode(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     # All stages of a pipeline work on one token one after the other, each reading its own weights.
     whole = layout.pipeline * weight_bytes(scene, one)
     prefill = roofline(device, dtype, first / layout.devices, batches * whole, batches * layers)
-    cache = CACHE_TOUCHES * (batch.attended - attended) * cache_bytes_a_token(scene, layers) / layout.devices
+    cache = (batch.attended - attended) * cache_bytes_a_token(scene, layers) / layout.devices
     at_once = batch.rows / layout.data / batches * layout.expert
     moved = steps * layout.pipeline * weight_bytes(scene, one, tokens=at_once) + cache
     decode = roofline(device, dtype, (one.flops - first) / layout.devices, moved, steps * layers, few_rows=True)

@@ -1,4 +1,4 @@
-"""The sampler in this process: batched decoding with KV caches, rows leave as they finish.
+"""The sampler in this process: decoding in slots (decoder.py), and the rollout that comes of it.
 
 The trunk runs once over every token and its output is kept: scoring and learning start from there. A token's trunk
 pass follows its sampling at once, so the cache also covers the last token, which only the reward model looks at. A
@@ -7,34 +7,25 @@ trained trunk's output is not kept, and the ids are what the roles get.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSizes
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
+from fourfold.models.one_token import LlamaStep, step_agrees
 from fourfold.models.roles import Activations, Policy, by_length, copy_policy, freeze, micro_batch
+from fourfold.models.slot_cache import OneToken
 from fourfold.models.split import Part
 from fourfold.models.trunk import copy_trunk
-from fourfold.rollout.draw import draw_tokens
+from fourfold.rollout.decoder import Decoder, Drawn, SamplingSettings
 from fourfold.rollout.sampler import Listener, PromptBatch
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How responses are drawn."""
-
-    max_new_tokens: int
-    temperature: float
-    stop_strings: tuple[str, ...] = ()
 
 
 class LocalSampler:
@@ -58,55 +49,71 @@ class LocalSampler:
         self._scored_rows = sizes.log_probs
         self._half = policy.branch.compute_dtype != torch.float32
         self._working: Policy | None = None
+        self._agrees: WeakKeyDictionary[Part, bool] = WeakKeyDictionary()
         self._listener = listener
 
     @torch.no_grad()
     def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
         """One response a row; log-probs are taken again by the training engine over the cached activations."""
-        width = max(len(tokens) for tokens in prompts.tokens)
         rows = len(prompts.tokens)
         _require_finite(self._policy)
         policy = self._current_policy()
-        chunks: list[_Decoder] = []
 
-        def decode(piece: slice) -> None:
-            chosen = range(rows)[piece]
-            chunks.append(_Decoder(self._base, policy, self._settings, prompts, chosen, width).run())
+        def decode(slots: int) -> tuple[Rollout, Activations]:
             if self._listener is not None:
-                self._listener.finished(*self._joined(chunks[-1:], prompts, chosen, policy_version))
+                self._listener.begin()  # what it heard of a rollout that ran out of memory is void
+            told: list[int] = []
 
-        if self._listener is not None:
-            self._listener.begin()
+            def finished(drawn: Drawn, more: Sequence[int]) -> None:
+                nonlocal told
+                told += more
+                if self._listener is not None and len(told) >= slots:
+                    self._tell(drawn, told, prompts, policy_version)
+                    told = []
+
+            drawn = Decoder(self._base, policy, self._settings, prompts, slots, self._one_token, finished).run()
+            if self._listener is not None and told:
+                self._tell(drawn, told, prompts, policy_version)
+            return self._joined(drawn, range(rows), prompts, policy_version)
+
         with self._rows.working("actor"):
-            self._rows.through(rows, decode)
+            rollout, activations = self._rows.fitting(decode, rows)
         if policy.trunk is not None:
             self._working = None  # where it is a copy, it is one of the whole trunk too: learn needs the room
-        rollout, activations = self._joined(chunks, prompts, range(rows), policy_version)
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
+    def _tell(self, drawn: Drawn, rows: Sequence[int], prompts: PromptBatch, policy_version: int) -> None:
+        assert self._listener is not None
+        self._listener.finished(rows, *self._joined(drawn, rows, prompts, policy_version))
+
     def _joined(
-        self, chunks: Sequence[_Decoder], prompts: PromptBatch, rows: Sequence[int], policy_version: int
+        self, drawn: Drawn, rows: Sequence[int], prompts: PromptBatch, policy_version: int
     ) -> tuple[Rollout, Activations]:
-        """These rows as one rollout, still without the training engine's log-probs."""
-        width, longest = chunks[0].width, max(int(chunk.lengths.max()) for chunk in chunks)
-        lengths = torch.cat([chunk.lengths for chunk in chunks])
-        sequences = torch.cat([chunk.sequences[:, : width + longest] for chunk in chunks])
-        sampled = torch.cat([chunk.log_probs[:, :longest] for chunk in chunks])
-        device = sequences.device
+        """These rows as a rollout, still without the training engine's log-probs; copies, unless they are all."""
+        device, whole = drawn.sequences.device, len(rows) == len(drawn.sequences)
+        chosen = slice(None) if whole else torch.tensor(rows, device=device)
+        lengths = drawn.lengths[chosen]
+        longest = int(lengths.max())
+        stop = drawn.width + longest
+        sampled = drawn.log_probs[chosen, :longest]
         rollout = Rollout(
-            prompt_mask=torch.cat([chunk.prompt_mask for chunk in chunks]),
+            prompt_mask=drawn.prompt_mask[chosen],
             response_mask=torch.arange(longest, device=device) < lengths[:, None],
-            sequences=sequences,
+            sequences=drawn.sequences[chosen, :stop],
             log_probs=torch.zeros_like(sampled),
             sampler_log_probs=sampled,
-            truncated=torch.cat([chunk.truncated for chunk in chunks]),
+            truncated=drawn.truncated[chosen],
             policy_version=torch.full((len(rows),), policy_version, device=device),
             prompt_id=torch.tensor([prompts.prompt_ids[row] for row in rows], device=device),
         )
-        inputs = sequences
-        if self._base.trunk is not None and self._policy.trunk is None:
-            inputs = torch.cat([chunk.activations[:, : width + longest] for chunk in chunks])
+        inputs = rollout.sequences if drawn.activations is None else drawn.activations[chosen, :stop]
         return rollout, Activations(inputs, rollout.attention_mask)
+
+    def _one_token(self, part: Part) -> OneToken | None:
+        """The faster step of a part, tried out when it is first asked for."""
+        if part not in self._agrees:
+            self._agrees[part] = step_agrees(part)
+        return LlamaStep(part) if self._agrees[part] else None
 
     def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
         found = torch.zeros_like(rollout.sampler_log_probs)
@@ -141,8 +148,9 @@ def _require_finite(policy: Policy) -> None:
     """Logits do not show every damage: attention kernels may turn NaN into a number, some on one processor only."""
     # A bias may bar tokens by -inf; codes of a quantised base are whole numbers, and finite.
     named = [(name, p) for name, p in policy.named_parameters() if p.ndim >= 2 and p.is_floating_point()]
-    largest = torch.stack([torch.linalg.vector_norm(p.detach(), math.inf).float() for _, p in named])
-    if bad := (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
+    # Of NaN both are NaN; isfinite and a norm take thirty times as long.
+    ends = torch.stack([torch.stack(torch.aminmax(p.detach())).float() for _, p in named])
+    if bad := (~torch.isfinite(ends).all(dim=1)).nonzero()[:, 0].tolist():
         raise RunFailed(
             f"generate: {len(bad)} of the actor's {len(named)} weights are not finite, the first {named[bad[0]][0]!r}; "
             "the learning rate is too high or the weights are damaged; the last good checkpoint is kept"
@@ -152,117 +160,3 @@ def _require_finite(policy: Policy) -> None:
 def _all_parameters(policy: Policy) -> list[nn.Parameter]:
     """Its own and those of the trunk that it stands on."""
     return [*policy.parameters(), *([] if policy.trunk is None else policy.trunk.parameters())]
-
-
-class _Decoder:
-    """The state of one batch of rows while it is decoded."""
-
-    def __init__(
-        self,
-        base: Base,
-        policy: Policy,
-        settings: SamplingSettings,
-        prompts: PromptBatch,
-        rows: Sequence[int],
-        width: int,
-    ) -> None:
-        self._base, self._policy, self._settings = base, policy, settings
-        device = next(policy.parameters()).device
-        count, limit = len(rows), settings.max_new_tokens
-        self.width = width
-        self.sequences = torch.full((count, width + limit), base.pad_id, dtype=torch.int64, device=device)
-        self.prompt_mask = torch.zeros((count, width), dtype=torch.bool, device=device)
-        for i, row in enumerate(rows):
-            tokens = torch.tensor(prompts.tokens[row], dtype=torch.int64)
-            self.sequences[i, width - len(tokens) : width] = tokens
-            self.prompt_mask[i, width - len(tokens) :] = True
-        uniforms = [
-            torch.rand(limit, generator=torch.Generator().manual_seed(prompts.seeds[row]), dtype=torch.float64)
-            for row in rows
-        ]
-        self._uniforms = torch.stack(uniforms).to(device)
-        self.log_probs = torch.zeros((count, limit), device=device)
-        self.lengths = torch.full((count,), limit, device=device)
-        self.truncated = torch.ones(count, dtype=torch.bool, device=device)
-        self._trunk = policy.trunk or base.trunk
-        self._keeps = base.trunk is not None and policy.trunk is None
-        self.activations = torch.zeros(0)
-        if base.trunk is not None and self._keeps:
-            shape = (count, width + limit, base.trunk.hidden_size)
-            self.activations = torch.zeros(shape, dtype=base.trunk.compute_dtype, device=device)
-        self._eos = torch.tensor(sorted(base.eos_ids), device=device)
-        self._active = torch.arange(count, device=device)
-        self._caches: list[Any] = []
-
-    def run(self) -> _Decoder:
-        """Decode until every row has ended or reached the limit."""
-        from transformers import DynamicCache
-
-        def cache(part: Part | None) -> Any:
-            return DynamicCache(config=part.body.config) if part is not None and part.num_layers else None
-
-        self._caches = [cache(self._trunk), cache(self._policy.branch)]
-        inputs = self._through_trunk(0, self.width)
-        for t in range(self._settings.max_new_tokens):
-            hidden = self._policy.branch(inputs, self._mask(t), self._positions(inputs.shape[1], t), self._caches[1])
-            ended = self._sample(t, hidden[:, -1])
-            inputs = self._through_trunk(self.width + t, self.width + t + 1)
-            if bool(ended.any()):
-                inputs = self._retire(t, ended, inputs)
-                if not len(self._active):
-                    break
-        self._caches = []  # the next rows need their room, and so do the log-probs
-        return self
-
-    def _mask(self, t: int) -> Tensor:
-        """Attention mask of the active rows when t response tokens are known: bool [rows, width + t]."""
-        prompt = self.prompt_mask[self._active]
-        return torch.cat([prompt, prompt.new_ones(len(prompt), t)], dim=1)
-
-    def _positions(self, time: int, t: int) -> Tensor:
-        return position_ids(self._mask(t))[:, -time:]
-
-    def _through_trunk(self, start: int, stop: int) -> Tensor:
-        """Feed columns [start, stop) of the active rows to the trunk; returns the branch's input."""
-        ids = self.sequences[self._active, start:stop]
-        if self._trunk is None:
-            return ids
-        t = stop - self.width
-        out = self._trunk(ids, self._mask(t), self._positions(stop - start, t), self._caches[0])
-        if self._keeps:
-            self.activations[self._active, start:stop] = out
-        return out
-
-    def _sample(self, t: int, hidden: Tensor) -> Tensor:
-        """Draw token t of the active rows; True where the row ends."""
-        logits = self._policy.head.logits(hidden, self._policy.branch.compute_dtype) / self._settings.temperature
-        drawn = draw_tokens(logits, self._uniforms[self._active, t])
-        if drawn is None:
-            below = self._keeps and not bool(torch.isfinite(self.activations[self._active]).all())
-            trunk = ", nor are the trunk's activations below them" if below else ""
-            raise RunFailed(
-                f"generate: the actor's logits for response token {t} are not finite{trunk}; weights are damaged or "
-                "the learning rate is too high; the last good checkpoint is kept"
-            )
-        token, self.log_probs[self._active, t] = drawn
-        self.sequences[self._active, self.width + t] = token
-        ended = torch.isin(token, self._eos)
-        return ended | self._completes_stop_string(t) if self._settings.stop_strings else ended
-
-    def _completes_stop_string(self, t: int) -> Tensor:
-        ids = self.sequences[self._active, self.width : self.width + t + 1].tolist()
-        texts = self._base.tokenizer.batch_decode(ids, skip_special_tokens=False)
-        found = [any(stop in text for stop in self._settings.stop_strings) for text in texts]
-        return torch.tensor(found, device=self.sequences.device)
-
-    def _retire(self, t: int, ended: Tensor, inputs: Tensor) -> Tensor:
-        """Note the end of finished rows and take them out of the batch."""
-        done, keep = self._active[ended], (~ended).nonzero()[:, 0]
-        self.lengths[done] = t + 1
-        self.truncated[done] = False
-        self._active = self._active[keep]
-        if len(keep):
-            for cache in self._caches:
-                if cache is not None:
-                    cache.batch_select_indices(keep)
-        return inputs[keep]

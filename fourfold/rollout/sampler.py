@@ -31,8 +31,8 @@ class Listener(Protocol):
         """A rollout begins."""
         ...
 
-    def finished(self, rollout: Rollout, activations: Activations) -> None:
-        """The next rows of the rollout, all but their `log_probs`, and what every pass over them starts from."""
+    def finished(self, rows: Sequence[int], rollout: Rollout, activations: Activations) -> None:
+        """These rows of the rollout, all but their `log_probs`, and what every pass over them starts from."""
         ...
 
 

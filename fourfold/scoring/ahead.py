@@ -1,7 +1,7 @@
-"""Reference and reward score what a sampling batch has finished while the next one is sampled.
+"""Reference and reward score rows that have ended while others are still sampled, as many at once as there are slots.
 
 What it saves: their seconds, as far as sampling leaves the processor room; with a role on the CPU below a GPU all of
-them, where they are fewer than sampling's. What it changes: rows are cut into micro-batches within a sampling batch,
+them, where they are fewer than sampling's. What it changes: rows are cut into micro-batches as they end,
 not over the whole rollout, so sums round otherwise.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -23,28 +23,28 @@ from fourfold.scoring.sources import RewardSource
 
 
 class Ahead:
-    """A thread that scores rows as they are finished, in their order; it draws no random numbers of its own."""
+    """A thread that scores rows as they are finished; it draws no random numbers of its own."""
 
     def __init__(self, reference: Policy, reward: RewardSource, temperature: float, size: BatchSize) -> None:
         self._asked = ((reference, of_reference(reference, temperature, size)), (reward, of_reward(reward, size)))
         self._size = size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
-        self._coming: list[Future[Opinions]] = []
+        self._coming: list[tuple[Sequence[int], Future[Opinions]]] = []
         self._stream: torch.cuda.Stream | None = None
         self._worked = self._waited = 0.0
 
     def begin(self) -> None:
         """A rollout begins; what nobody asked for of the one before is dropped."""
-        wait(self._coming)
+        wait([future for _, future in self._coming])
         self._coming.clear()
 
-    def finished(self, rollout: Rollout, activations: Activations) -> None:
-        """Score these rows, the next ones of the rollout, soon."""
+    def finished(self, rows: Sequence[int], rollout: Rollout, activations: Activations) -> None:
+        """Score these rows of the rollout soon."""
         ready = None
         if (device := rollout.sequences.device).type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)
             ready = torch.cuda.current_stream(device).record_event()
-        self._coming.append(self._pool.submit(self._score, rollout, activations, ready))
+        self._coming.append((rows, self._pool.submit(self._score, rollout, activations, ready)))
 
     @torch.no_grad()
     def _score(self, rollout: Rollout, activations: Activations, ready: Any) -> Opinions:
@@ -72,16 +72,16 @@ class Ahead:
 
     def take(self, found: Opinions) -> None:
         """Put what reference and reward say of the rollout into `found`, once they have said it all."""
-        started, start = time.perf_counter(), 0
+        started, scored = time.perf_counter(), 0
         try:
-            for part in [future.result() for future in self._coming]:
-                rows = torch.arange(start, start + len(part.scores), device=part.scores.device)
-                found.put(rows, ref_log_probs=part.ref_log_probs, scores=part.scores, valid=part.valid)
-                start += len(rows)
+            for rows, part in [(rows, future.result()) for rows, future in self._coming]:
+                at = torch.tensor(rows, device=part.scores.device)
+                found.put(at, ref_log_probs=part.ref_log_probs, scores=part.scores, valid=part.valid)
+                scored += len(rows)
         finally:
             self._coming.clear()
             self._waited += time.perf_counter() - started
-        assert start == len(found.scores), "every row of the rollout was sampled while this listened"
+        assert scored == len(found.scores), "every row of the rollout was sampled while this listened"
 
     def seconds(self) -> tuple[float, float]:
         """Seconds of the work and, of these, hidden behind other work, since the last call."""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, OPTConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
-from fourfold.algorithms.masking import position_ids
+from fourfold.models.one_token import LIKE_LLAMA, one_token_of
+from fourfold.models.slot_cache import Places, SlotCache
 from fourfold.models.split import LAYOUTS, Part, cut, layout_of, verify_split
 from tiny import FAMILIES, tiny_model
 
@@ -87,23 +88,39 @@ def test_a_whole_model_is_a_branch_from_layer_0(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_caches_step_by_step_equal_one_pass(name: str) -> None:
+def test_slots_step_by_step_equal_one_pass(name: str, quick: bool, by_column: bool) -> None:
+    """Two rows, of which the first is two tokens behind, in slots that held other rows before."""
     model = MODELS[name]()
-    expected = whole_hidden(model)
-    trunk, branch = halves(model, 1)
-    caches = [DynamicCache(config=part.body.config) for part in (trunk, branch)]
-    mask = MASK[:2]  # decoding pads on the left only
-    positions = position_ids(mask)
-    for start, stop in [(0, 4), *((t, t + 1) for t in range(4, 9))]:
-        seen, now = mask[:, :stop], slice(start, stop)
-        hidden = trunk(IDS[:2, now], seen, positions[:, now], caches[0])
-        hidden = branch(hidden, seen, positions[:, now], caches[1])
-        real = mask[:, now]
-        torch.testing.assert_close(hidden[real], expected[:2, now][real], rtol=1e-5, atol=1e-5)
-    assert [cache.get_seq_length() for cache in caches] == [9, 9]
-    assert [len(cache.layers) for cache in caches] == [1, 3]
+    expected, parts = whole_hidden(model), halves(model, 1)
+    rows = [(IDS[row, MASK[row]], expected[row, MASK[row]]) for row in (0, 1)]
+    steps = [one_token_of(part) if quick else None for part in parts]
+    assert not quick or (steps[1] is not None) == (model.config.model_type in LIKE_LLAMA)
+    caches = [
+        SlotCache(part.num_layers, 4, 12, keys_by_column=by_column, one_token=step)
+        for part, step in zip(parts, steps, strict=True)
+    ]
+
+    def through(ids: Tensor, slots: Tensor | slice, positions: Tensor, length: int) -> Tensor:
+        for part, cache in zip(parts, caches, strict=True):
+            ids = part(ids, None, cache=cache.at(Places(slots, positions, length)))
+        return ids
+
+    through(IDS.flip(1), slice(0, 3), torch.arange(9).expand(3, 9), 9)
+    behind = torch.tensor([1, 3])
+    first = torch.stack([ids[:3] for ids, _ in rows])
+    hidden = through(first, torch.tensor([0, 1]), torch.arange(3).expand(2, 3), 3)
+    torch.testing.assert_close(hidden[0, 0], rows[0][1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden[1], rows[1][1][:3], rtol=1e-5, atol=1e-5)
+    for t in range(min(len(rows[0][0]) - 1, len(rows[1][0]) - 3)):
+        at = behind + t
+        ids = torch.stack([real[i] for (real, _), i in zip(rows, at.tolist(), strict=True)])[:, None]
+        hidden = through(ids, slice(0, 2), at[:, None], 12 if t % 2 else int(at.max()) + 1)
+        for row, i in enumerate(at.tolist()):
+            torch.testing.assert_close(hidden[row, 0], rows[row][1][i], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

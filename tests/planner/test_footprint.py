@@ -124,13 +124,13 @@ def test_another_reference_brings_its_own_weights_and_reads_ids() -> None:
 # --- what passes ------------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_of_the_last_token_is_that_of_all_before() -> None:
+def test_the_cache_has_room_for_all_tokens_from_the_prompts_on() -> None:
     role = cast_of(scene(model=DEEP)).actor
     stages = sampled(role, None, Texts(8, 6, 10, padded=False))
-    keys = 8 * (6 + 10 - 1) * 8 * 4  # rows, tokens whose keys are there, one head of 8, float32
-    before = 8 * (6 + 10 - 2) * 8 * 4  # of one layer the keys are there twice while a token is added
-    assert stages["last token"]["KV cache"].bytes in (8 * 2 * keys, 7 * 2 * keys + keys + 2 * before)
-    assert stages["last token"]["KV cache"].a_layer == 2 * keys
+    keys = 8 * (6 + 10) * 8 * 4  # rows, tokens, one head of 8, float32
+    for stage in ("prompts", "last token"):
+        assert stages[stage]["KV cache"].bytes == 8 * 2 * keys
+        assert stages[stage]["KV cache"].a_layer == 2 * keys
 
 
 def layer_slope(*overrides: str) -> int:

@@ -282,7 +282,8 @@ def test_finished_rows_leave_the_batch_and_every_token_passes_the_trunk_once(tmp
     # Rows that still run when token t is drawn; a token's own trunk pass comes before its row leaves.
     running = [sum(length > t for length in lengths) for t in range(max(lengths))]
     assert trunk == [(10, 4), *((rows, 1) for rows in running)]
-    assert branch[:-1] == [(10, 4), *((rows, 1) for rows in running[1:])]
+    # The last token of a prompt is left to the branch's first step.
+    assert branch[:-1] == [(10, 3), *((rows, 1) for rows in running)]
     assert branch[-1] == (10, 4 + max(lengths) - 1), "the training engine's pass, which needs no last token"
     assert sum(rows * time for rows, time in trunk) == int(rollout.attention_mask.sum())
 
@@ -292,7 +293,8 @@ def test_the_batch_size_bounds_every_pass(tmp_path: Path) -> None:
     with forward_shapes(base.trunk) as trunk, forward_shapes(base.policy.branch) as branch:
         generate(base, random_prompts([4] * 10), batch_size=4, score_batch_size=3)
     assert max(rows for rows, _ in trunk) == 4
-    assert [rows for rows, time in trunk if time == 4] == [4, 4, 2]
+    admitted = [rows for rows, time in trunk if time == 4]
+    assert admitted[0] == 4 and sum(admitted) == 10
     assert [rows for rows, _ in branch[-4:]] == [3, 3, 3, 1]
 
 

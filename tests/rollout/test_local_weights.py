@@ -84,4 +84,4 @@ def test_in_float32_the_sampler_makes_no_copy(tmp_path: Path) -> None:
     sampler = tiny_sampler(base, max_new_tokens=3, score_batch_size=2)
     with forward_shapes(base.policy.branch) as shapes:
         sampler.generate(random_prompts([4] * 2), policy_version=3)
-    assert shapes[:3] == [(2, 4), (2, 1), (2, 1)]
+    assert shapes[:3] == [(2, 3), (2, 1), (2, 1)]

@@ -14,7 +14,8 @@ from fourfold.config import ConfigError
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import OverBudget
 from fourfold.memory.meter import PhaseMeter
-from fourfold.rollout import local
+from fourfold.rollout.decoder import Decoder
+from fourfold.rollout.local import LocalSampler
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.sources import FunctionReward
 from fourfold.training.checkpoint import rng_state
@@ -40,25 +41,30 @@ def trainer_of(folder: Path, changes: dict[str, Any], *, reward: Any = None, mod
 
 
 def test_overlap_scoring_works_beside_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch's score is not given before the second batch is being sampled: one after the other would hang."""
-    begun, threads = [threading.Event() for _ in range(3)], set[str]()
-    run, asked = local._Decoder.run, 0
+    """The score of the first rows is not given before a step more was taken: one after the other would hang."""
+    told, stepped, threads, rows = threading.Event(), threading.Event(), set[str](), list[int]()
+    tell, draw = LocalSampler._tell, Decoder._draw
 
-    def begins(decoder: Any) -> Any:
-        next(event for event in begun if not event.is_set()).set()
-        return run(decoder)
+    def tells(*given: Any) -> None:
+        tell(*given)
+        told.set()
+
+    def draws(*given: Any) -> list[bool]:
+        if told.is_set():
+            stepped.set()
+        return draw(*given)
 
     def waits(prompts: list[str], responses: list[str]) -> list[float]:
-        nonlocal asked
-        asked += 1
+        rows.append(len(responses))
         threads.add(threading.current_thread().name.partition("_")[0])
-        assert begun[min(asked, 2)].wait(timeout=60), "sampling waits for scoring"
+        assert stepped.wait(timeout=60), "sampling waits for scoring"
         return pays_by_hash(prompts, responses)
 
-    monkeypatch.setattr(local._Decoder, "run", begins)
+    monkeypatch.setattr(LocalSampler, "_tell", tells)
+    monkeypatch.setattr(Decoder, "_draw", draws)
     trainer = trainer_of(tmp_path, merged(OVERLAP, {"ppo": {"micro_batch_size": 4}}), reward=waits)
     trainer.step()
-    assert threads == {"scoring"} and asked == 3
+    assert threads == {"scoring"} and len(rows) >= 2 and sum(rows) == 8
 
 
 @pytest.mark.parametrize("model", [False, True], ids=["function", "model"])

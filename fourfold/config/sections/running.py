@@ -15,10 +15,13 @@ class SamplingSection(Section):
         default=1.0, description="Logits are divided by it in sampling and in every log-prob (actor, reference, old)."
     )
     responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each prompt of a rollout.")
-    batch_size: Count = Field(default=0, description="Rows sampled at once; 0 means the whole rollout.")
+    batch_size: Count = Field(
+        default=0,
+        description="Rows sampled at once, each in a slot that a waiting row takes over; 0: the whole rollout.",
+    )
     overlap_scoring: bool = Field(
         default=False,
-        description="Reference and reward score the rows of a sampling batch on a thread while the next one is "
+        description="Reference and reward score rows that have ended on a thread while others are "
         "sampled: give a batch_size below ppo.rollout_batch_size. Scores stay the same but for rounding.",
     )
     stop_strings: tuple[str, ...] = Field(

@@ -11,28 +11,37 @@ from fourfold.planner.footprint.tape import Gradients, Storage, Tape, Value
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of each layer (transformers' DynamicCache): a token is added by putting both together anew."""
+    """Keys and values of all layers in slots (models/slot_cache.py): made once, for all tokens of all rows.
 
-    held: dict[int, tuple[Value, Value]] = field(default_factory=dict)
+    Layers with a window hold no less. Rows of a prompts' pass are copied out of their slots, those of a step are not.
+    """
 
-    def update(self, t: Tape, index: int, key: Value, value: Value) -> tuple[Value, Value]:
-        """What is held with these behind it; of one of the two, old and new are there at once."""
-        old_key, old_value = self.held.pop(index, (None, None))
-        new_key = t.empty(key.numbers + (old_key.numbers if old_key else 0), key.width, "KV cache")
-        del old_key
-        new_value = t.empty(value.numbers + (old_value.numbers if old_value else 0), value.width, "KV cache")
-        self.held[index] = new_key, new_value
-        return new_key, new_value
+    layers: int
+    rows: int
+    tokens: int
+    held: list[tuple[Value, Value]] = field(default_factory=list)
 
-    def grow(self, t: Tape, before: int, after: int) -> None:
-        """From `before` tokens a row to `after`, without what is alive on the way there."""
-        for index, pair in list(self.held.items()):
-            self.held[index] = tuple(t.empty(x.numbers // before * after, x.width, "KV cache") for x in pair)  # pyright: ignore[reportArgumentType]
+    def update(self, t: Tape, index: int, key: Value, value: Value, batch: Batch) -> tuple[Value, Value]:
+        """What the tokens of a batch look at, these among them."""
+        numbers = [each.numbers // batch.tokens for each in (key, value)]
+        if not self.held:
+            whole = [self.rows * self.tokens * each for each in numbers]
+            self.held = [
+                (t.empty(whole[0], key.width, "KV cache"), t.empty(whole[1], value.width, "KV cache"))
+                for _ in range(self.layers)
+            ]
+        seen = [batch.rows * batch.keys * each for each in numbers]
+        if batch.time > 1:
+            return t.empty(seen[0], key.width), t.empty(seen[1], value.width)
+        held = self.held[index]
+        return Value(seen[0], key.width, held[0].storage), Value(seen[1], value.width, held[1].storage)
 
 
-def remembered(t: Tape, key: Value, value: Value, layer: Layer, cache: Cache | None) -> tuple[Value, Value]:
+def remembered(
+    t: Tape, key: Value, value: Value, layer: Layer, batch: Batch, cache: Cache | None
+) -> tuple[Value, Value]:
     """Keys and values with those of earlier tokens."""
-    return (key, value) if cache is None else cache.update(t, layer.index, key, value)
+    return (key, value) if cache is None else cache.update(t, layer.index, key, value, batch)
 
 
 def attend(t: Tape, query: Value, key: Value, value: Value, layer: Layer, batch: Batch, mask: Value | None) -> Value:

@@ -22,7 +22,7 @@ def latent_attention(t: Tape, x: Value, layer: Layer, batch: Batch, mask: Value 
     down = project(t, x, layer, "kv_a_proj_with_mqa", latent.rank + latent.rotary, batch)
     vector, rotary = ops.view(t, down, tokens * latent.rank), ops.view(t, down, tokens * latent.rotary)
     del down
-    vector, rotary = remembered(t, vector, rotary, layer, cache)
+    vector, rotary = remembered(t, vector, rotary, layer, batch, cache)
     seen = Batch(batch.rows, batch.keys, batch.keys, batch.padded) if cache is not None else batch
     up = project(t, vector, layer, "kv_b_proj", a.heads * (latent.plain + latent.value), seen)
     key = ops.custom(t, seen.tokens * queries, up.width, [up, rotary], [])

@@ -126,7 +126,7 @@ def llama_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Va
     value = project(t, x, layer, "v_proj", a.kv_heads * a.head_dim, batch)
     if around.rotary is not None:
         query, key = rotated(t, query, *around.rotary), rotated(t, key, *around.rotary)
-    key, value = remembered(t, key, value, layer, around.cache)
+    key, value = remembered(t, key, value, layer, batch, around.cache)
     out = attend(t, query, key, value, layer, batch, around.mask)
     return project(t, out, layer, "o_proj", a.hidden, batch)
 
@@ -179,7 +179,7 @@ def gpt2_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Val
     joined = project(t, x, layer, "c_attn", 3 * a.hidden, batch)
     query, key, value = thirds(t, joined)
     del joined
-    key, value = remembered(t, key, value, layer, around.cache)
+    key, value = remembered(t, key, value, layer, batch, around.cache)
     out = attend(t, query, key, value, layer, batch, around.mask)
     return project(t, out, layer, "c_proj", a.hidden, batch)
 
@@ -211,7 +211,7 @@ def neox_attention(t: Tape, x: Value, layer: Layer, around: Surroundings) -> Val
     query, key, value = thirds(t, joined)
     assert around.rotary is not None
     query, key = neox_rotated(t, query, around), neox_rotated(t, key, around)
-    key, value = remembered(t, key, value, layer, around.cache)
+    key, value = remembered(t, key, value, layer, batch, around.cache)
     out = attend(t, query, key, value, layer, batch, around.mask)
     if not layer.form.cuda and layer.form.attention != "eager":
         # The kernel for CPUs gives its output the queries' layout, which is not that of the product.

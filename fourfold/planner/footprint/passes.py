@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fourfold.planner.architectures import Architecture
-from fourfold.planner.bill import Kind
 from fourfold.planner.footprint import head as heads
 from fourfold.planner.footprint import ops
 from fourfold.planner.footprint.attention import Cache
@@ -137,7 +135,7 @@ def _scored(role: Role, texts: Texts, below: Below) -> Stages:
 
 
 def sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
-    """Decoding a batch of rows: the prompts' pass, and the last token's above caches of all before."""
+    """Decoding a batch of rows: the prompts' pass, and the last token's, above caches with room for all tokens."""
     alike = replace(role, name="", own_head=False, form=_without_gradients(role.form))
     return _sampled(alike, None if trunk is None else _without_gradients(trunk), texts)
 
@@ -150,7 +148,7 @@ def _sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
     def run(layers: int, trunk_layers: int) -> Stages:
         t, branch = Tape(grad=False), Part(replace(role.form, layers=layers))
         under = Part(replace(trunk, layers=trunk_layers)) if trunk is not None else None
-        caches = Cache(), Cache()
+        caches = [Cache(each, texts.rows, texts.prompt + texts.response) for each in (trunk_layers, layers)]
 
         def token(batch: Batch) -> None:
             x = under.forward(t, batch, None, caches[0]) if under is not None else None
@@ -161,24 +159,11 @@ def _sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
         t.meter.stage("prompts")
         token(Batch.full(texts.rows, texts.prompt, texts.padded))
         keys = texts.prompt + texts.response - 1
-        t.meter.stage("")
-        for cache in caches:
-            cache.grow(t, texts.prompt, keys - 1)
         t.meter.stage("last token")
         token(Batch(texts.rows, 1, keys, texts.padded))
         return _stages(t)
 
-    stages = _for_all_layers(run, role.form, trunk)
-    return {name: _within_windows(role.form.architecture, texts, kinds) for name, kinds in stages.items()}
-
-
-def _within_windows(a: Architecture, texts: Texts, kinds: dict[Kind, Line]) -> dict[Kind, Line]:
-    """Layers with a window cache no more tokens than that."""
-    tokens, cache = texts.prompt + texts.response, kinds.get("KV cache")
-    if cache is None or not any(0 < window < tokens for window in a.windows):
-        return kinds
-    share = a.cache_bytes(tokens, 1) / (a.layers * tokens * a.cached_numbers)
-    return {**kinds, "KV cache": Line(round(cache.bytes * share), round(cache.a_layer * share))}
+    return _for_all_layers(run, role.form, trunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,9 +102,8 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
     both = {f"{texts.rows} rows sampled, {SAID[name]}": kinds for name, kinds in stages.items()}
     both |= {f"log-probs of {micro.rows} rows, {SAID.get(name, name)}": kinds for name, kinds in again.items()}
     if cast.trunk is not None and cast.trained_trunk is None:
-        # Of each sampling batch while it is drawn; then put together as well, for the rollout.
         cached = trunk_cache(cast.trunk, texts_of(scene))
-        both = {name: _with_cache(kinds, (1 + (name.startswith("log"))) * cached) for name, kinds in both.items()}
+        both = {name: _with_cache(kinds, cached) for name, kinds in both.items()}
     yield from _fullest(scene, "actor", moment, "the actor", both)
     if scene.config.sampling.overlap_scoring:
         rows = texts_of(scene, min(texts.rows, micro.rows))
