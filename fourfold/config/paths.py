@@ -30,6 +30,8 @@ def missing_packages(config: RunConfig) -> list[str]:
     low_bit = [f"{name}.optimizer = {s.optimizer!r}" for name, s in trained(config).items() if s.optimizer != "adamw"]
     for kind, package in (("nf4", "bitsandbytes"), ("int8", "torchao")):
         given = [f"precision.{name} = {held!r}" for name, held in config.precision if str(held).startswith(kind)]
+        if config.sampling.weights.startswith(kind) and "ppo" in config.stages:
+            given.append(f"sampling.weights = {config.sampling.weights!r}")
         reasons = given + (low_bit if package == "bitsandbytes" else [])
         if reasons:
             wanted[package] = " and ".join(reasons)

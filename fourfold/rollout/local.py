@@ -25,6 +25,7 @@ from fourfold.models.roles import Activations, Policy, by_length, copy_policy, f
 from fourfold.models.split import Part
 from fourfold.models.trunk import copy_trunk
 from fourfold.rollout.draw import draw_tokens
+from fourfold.rollout.quantised import quantised_policy
 from fourfold.rollout.sampler import Listener, PromptBatch
 
 
@@ -35,6 +36,7 @@ class SamplingSettings:
     max_new_tokens: int
     temperature: float
     stop_strings: tuple[str, ...] = ()
+    weights: str = "as_trained"  # or the kind in which decoding holds what is trained (memory/quantization.py)
 
 
 class LocalSampler:
@@ -123,6 +125,8 @@ class LocalSampler:
 
     def _current_policy(self) -> Policy:
         """The policy in the compute type: casting its masters once a rollout is cheaper than once a token."""
+        if self._settings.weights != "as_trained":
+            return quantised_policy(self._policy, self._base, self._settings.weights)
         masters = any(p.dtype == torch.float32 and p.ndim >= 2 for p in _all_parameters(self._policy))
         if not self._half or not masters or is_adapted(self._policy.branch):
             return self._policy  # adapters are too small for their casts to count

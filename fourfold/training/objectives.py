@@ -34,6 +34,7 @@ def sample_weights(part: Experience, settings: PpoSection) -> Tensor:
     Entropy and values are not weighted: they are exact in the states that the sampler has reached.
     """
     mask = part.response_mask
+    assert settings.importance != "auto", "resolved when a run begins"
     if settings.importance == "none":
         return mask.float()
     return importance_weights(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
+from fourfold.rollout.guarded import GuardedSampler
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
+from fourfold.rollout.sampler import Sampler
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.external import ExternalReward
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
@@ -91,6 +93,7 @@ def build_trainer(
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         stop_strings=sampling.stop_strings,
+        weights=sampling.weights,
     )
     _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
@@ -104,7 +107,7 @@ def build_trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings, sizes, ahead),
+        sampler=_sampler(config, models, settings, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
@@ -128,6 +131,17 @@ def build_trainer(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )
     return trainer
+
+
+def _sampler(
+    config: RunConfig, models: FourModels, settings: SamplingSettings, sizes: BatchSizes, ahead: Ahead | None
+) -> Sampler:
+    """The sampler of the settings; one with another distribution stands under guard."""
+    exact = LocalSampler(models.base, models.actor, replace(settings, weights="as_trained"), sizes, ahead)
+    if not config.sampling.differs:
+        return exact
+    quick = LocalSampler(models.base, models.actor, settings, sizes, ahead)
+    return GuardedSampler(quick, exact, config.sampling.max_gap)
 
 
 def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:

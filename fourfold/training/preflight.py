@@ -254,7 +254,7 @@ def _measure(
     _require(
         "sampler and trainer disagree on log-probs",
         sampler,
-        bounds.sampler,
+        (config.sampling.max_gap, math.inf) if config.sampling.differs else bounds.sampler,
         "temperature, positions or weights differ in the sampler",
     )
     return result
