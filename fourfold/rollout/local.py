@@ -86,6 +86,22 @@ class LocalSampler:
         rollout, activations = self._joined(chunks, prompts, range(rows), policy_version)
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
+    @torch.no_grad()
+    def taken_up(self, rollout: Rollout) -> tuple[Rollout, Activations]:
+        """Responses that another engine drew, with the training engine's log-probs and the trunk's activations."""
+        inputs, trunk = rollout.sequences, self._base.trunk
+        if trunk is not None and self._policy.trunk is None:
+            shape = (*inputs.shape, trunk.hidden_size)
+            inputs = torch.zeros(shape, dtype=trunk.compute_dtype, device=inputs.device)
+
+            def through(piece: slice) -> None:
+                inputs[piece] = trunk(rollout.sequences[piece], rollout.attention_mask[piece])
+
+            with self._scored_rows.working("actor"):
+                self._scored_rows.through(len(inputs), through)
+        activations = Activations(inputs, rollout.attention_mask)
+        return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
+
     def _joined(
         self, chunks: Sequence[_Decoder], prompts: PromptBatch, rows: Sequence[int], policy_version: int
     ) -> tuple[Rollout, Activations]:

@@ -23,12 +23,14 @@ from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.external import External
+from fourfold.models.llama_actor import LlamaActor
 from fourfold.models.loading import Base
 from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
 from fourfold.rollout.guarded import GuardedSampler
+from fourfold.rollout.llama_cpp import LlamaSampler
 from fourfold.rollout.local import LocalSampler, SamplingSettings
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
 from fourfold.rollout.sampler import Sampler
@@ -140,7 +142,10 @@ def _sampler(
     exact = LocalSampler(models.base, models.actor, replace(settings, weights="as_trained"), sizes, ahead)
     if not config.sampling.differs:
         return exact
-    quick = LocalSampler(models.base, models.actor, settings, sizes, ahead)
+    if config.sampling.engine == "local":
+        quick: Sampler = LocalSampler(models.base, models.actor, settings, sizes, ahead)
+    else:
+        quick = LlamaSampler(models.base, LlamaActor(config, models.base, models.actor), settings, exact)
     return GuardedSampler(quick, exact, config.sampling.max_gap)
 
 

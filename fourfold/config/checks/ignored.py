@@ -59,6 +59,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because("the local sampler draws from what is trained", "sampling", "max_gap")
     if config.sampling.engine != "local":
         because(f"sampling.engine = {config.sampling.engine!r} holds its weights itself", "sampling", "weights")
+        because(
+            f"sampling.engine = {config.sampling.engine!r} draws as many rows at once as fit", "sampling", "batch_size"
+        )
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
     if config.data.prompts_test is None:

@@ -11,9 +11,31 @@ if TYPE_CHECKING:
 
 def sampling(config: RunConfig) -> Iterator[str]:
     given = config.sampling
+    if given.engine != "local":
+        yield from _llama_cpp(config)
     if given.engine == "local" and given.weights != "as_trained" and config.sharing.mode == "adapters":
         yield (
             f"sampling.weights: given {given.weights!r} beside sharing.mode = 'adapters', which holds one base for all "
             f"roles, the sampler too; leave it out and set precision.frozen = {given.weights!r}: adapters are then "
             "trained above what is drawn from"
+        )
+
+
+def _llama_cpp(config: RunConfig) -> Iterator[str]:
+    engine = config.sampling.engine
+    if config.sharing.mode != "adapters":
+        yield (
+            f"sampling.engine: given {engine!r} beside sharing.mode = {config.sharing.mode!r}, whose actor would have "
+            "to be written as a whole for every rollout, which takes longer than drawing it does; set sharing.mode = "
+            "'adapters', or leave sampling.engine out"
+        )
+    if config.adapters.dora:
+        yield (
+            f"sampling.engine: given {engine!r} beside adapters.dora = true, which llama.cpp does not compute; set "
+            "adapters.dora = false, or leave sampling.engine out"
+        )
+    if config.sampling.overlap_scoring:
+        yield (
+            f"sampling.overlap_scoring: true beside sampling.engine = {engine!r}, whose responses have no activations "
+            "before all are drawn; set it to false"
         )

@@ -12,9 +12,9 @@ from fourfold.config.sections.base import Count, PositiveFloat, PositiveInt, Sec
 class SamplingSection(Section):
     engine: Literal["local", "llama_cpp", "llama_cpp_q8_0"] = Field(
         default="local",
-        description="What draws responses: this program, or llama.cpp on the CPU (extra llama-cpp) from the actor "
-        "written as GGUF, with matrices in float16 or in Q8_0. With sharing.mode = 'adapters' the base is written once "
-        "and the adapters after every update; else the whole actor is written for every rollout.",
+        description="What draws responses: this program, or llama.cpp on the CPU (extra llama-cpp), with the base "
+        "written as GGUF, its matrices in float16 or in Q8_0, and the adapters written after every update (needs "
+        "sharing.mode = 'adapters'). At every start its log-probs are compared with torch's.",
     )
     weights: Literal["as_trained", "int8", "int8_dynamic", "nf4"] = Field(
         default="as_trained",
