@@ -28,12 +28,12 @@ def by_llama_cpp(folder: Path, sharing: str = "adapters", **sampling: Any) -> Tr
 def move_adapters(trainer: Trainer, seed: int) -> None:
     """As far as a few hundred updates would."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter_parameters(trainer.models.actor.branch):
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    for parameter in adapter_parameters(trainer.models.actor.branch):
+        parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 @needs_llama_cpp
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("sharing", "rslora", "engine"),
     [
