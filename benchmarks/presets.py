@@ -1,7 +1,8 @@
 """What the files in examples/levers come to: reads finished runs of them, several seeds each, and writes a result.
 
 `python -m benchmarks.presets RUN [RUN ...]` takes the runs' folders, named after their file and, but for the first
-seed, a number: runs/levers/lora, runs/levers/lora-1. Medians and spread are over the seeds of a file.
+seed, a number: runs/levers/lora, runs/levers/lora-1. Medians and spread are over the seeds of a file. Tensors are counted
+where a run was given `memory.count_tensors`, which makes its seconds longer: one seed with it is enough.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configs: dict[str, dict[str, Any]] = {}
     for run in runs:
         name, summary = preset_of(run), read_summary(run) | {"counted_bytes": counted_bytes(run)}
-        config = saved_config(run).model_dump(mode="json", exclude={"output", "seed"})
+        apart = {"output": True, "seed": True, "memory": {"count_tensors"}}
+        config = saved_config(run).model_dump(mode="json", exclude=apart)
         if configs.setdefault(name, config) != config:
             parser.error(f"{run} has other settings than the runs of {name!r} before it; give runs that differ in seed")
         presets.setdefault(name, []).append(summary)
