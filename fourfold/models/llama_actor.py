@@ -1,7 +1,7 @@
 """The actor run by llama.cpp: the base below its adapters written once, the adapters after every update.
 
 Only adapters change between two rollouts, and they are a few per cent of the weights. An actor that is trained in full
-would have to be written anew as a whole for every rollout, which takes longer than drawing it does.
+would have to be written and read as a whole for every rollout, by way of a float32 copy (docs/decisions/0015).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_stop_strings_end_a_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"sharing": {"mode": "none"}, "adapters": None}, "whose actor would have to be written as a whole"),
+        ({"sharing": {"mode": "none"}, "adapters": None}, "whose actor would have to be written and read as a whole"),
         ({"adapters": {"dora": True}}, "beside adapters.dora = true, which llama.cpp does not compute"),
         ({"sampling": {"overlap_scoring": True}}, "overlap_scoring: true beside sampling.engine = 'llama_cpp'"),
         ({"sampling": {"weights": "int8"}}, "sampling.weights: given, but sampling.engine = 'llama_cpp' holds its"),

@@ -26,8 +26,8 @@ def _llama_cpp(config: RunConfig) -> Iterator[str]:
     if config.sharing.mode != "adapters":
         yield (
             f"sampling.engine: given {engine!r} beside sharing.mode = {config.sharing.mode!r}, whose actor would have "
-            "to be written as a whole for every rollout, which takes longer than drawing it does; set sharing.mode = "
-            "'adapters', or leave sampling.engine out"
+            "to be written and read as a whole for every rollout; set sharing.mode = 'adapters', or leave "
+            "sampling.engine out"
         )
     if config.adapters.dora:
         yield (
