@@ -23,7 +23,7 @@ class SamplingSection(Section):
     )
     max_gap: PositiveFloat = Field(
         default=0.2,
-        description="Largest mean |difference|, in nats a token, between the log-probs of a sampler with another "
+        description="Largest mean size, in nats a token, of the difference between log-probs of a sampler with another "
         "distribution and the training engine's; a rollout beyond it is drawn again in the training precision.",
     )
     max_new_tokens: PositiveInt = Field(default=24, description="Longest response, in tokens (EOS included).")
