@@ -21,8 +21,9 @@ from fourfold.data.records import read_prompts
 from fourfold.data.tokenize import encode_prompts
 from fourfold.diagnostics.tables import role_rows
 from fourfold.memory.meter import PhaseMeter
+from fourfold.memory.quantization import quiet_imports
 from fourfold.models.assembly import FourModels, assemble, record_for
-from fourfold.models.loading import Base, device_of, load_base
+from fourfold.models.loading import Base, device_of, load_base, resolve_model
 from fourfold.models.roles import checksum
 from fourfold.models.storage import save_role
 from fourfold.training.pipeline import prepare
@@ -51,13 +52,16 @@ def settings(args, folder: Path) -> RunConfig:
             "steps": args.updates,
             "rollout_batch_size": args.batch,
             "mini_batch_size": args.batch,
-            "micro_batch_size": args.batch,
+            "micro_batch_size": args.micro_batch,
             "num_epochs": args.epochs,
             "learning_rate": 1e-5,
         },
     }
     for override in args.set:
         apply_override(tree, override)
+    if tree["reward"]["source"] == "model":
+        del tree["reward"]["checkpoint"]
+        tree["reward"]["model"] = str(folder / "judge")
     if "service" in (tree[role].get("residency") for role in ("reference", "reward") if role in tree):
         tree["service"] = {"url": free_address()}
     return parse_config(tree, "the benchmark")
@@ -69,6 +73,21 @@ def store_reward_model(config: RunConfig, base: Base, folder: Path) -> None:
     with torch.no_grad():
         scorer.head.linear.weight.normal_(std=0.02)
     save_role(folder, scorer, record_for(config, "scorer"))
+
+
+def store_judge(config: RunConfig, base: Base, folder: Path) -> None:
+    """A text classifier on a copy of the whole base, with a random head: the work is that of a trained one."""
+    quiet_imports()
+    from transformers import AutoModelForSequenceClassification
+
+    place = resolve_model(config.model.path, Path(config.model.cache))
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_pretrained(
+        place, num_labels=1, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+    )
+    judge.config.pad_token_id = base.pad_id
+    judge.save_pretrained(folder)
+    base.tokenizer.save_pretrained(folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,7 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
         (folder / "reward").mkdir()
         config = prepare(settings(args, folder))
         base = load_base(config)
-        store_reward_model(config, base, folder / "reward")
+        if config.reward.source == "model":
+            store_judge(config, base, folder / "judge")
+        else:
+            store_reward_model(config, base, folder / "reward")
         with serving(config, folder) as service:
             found = work(args, config, base, folder)
             if service is not None:
@@ -98,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def work(args, config: RunConfig, base: Base, folder: Path) -> WorkerReport:
     """Four models, and all updates."""
-    models = assemble(config, base, None, folder / "reward")
+    models = assemble(config, base, None, folder / "reward" if config.reward.of_the_base else None)
     section = config.data.prompts
     assert section is not None, "settings() has given it"
     prompts, _ = encode_prompts(

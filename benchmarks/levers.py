@@ -1,10 +1,11 @@
 """What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
 `python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one, or several, and keeps the rows of the
-others that were measured on this hardware. A lever whose package is not installed is left out. Levers come from
-planner/levers.py with their settings, their baselines and what they promise: an exact one must leave actor and critic
-bit for bit as they are without it. How far the others change an update is measured on its first, in which both sides
-learn from the responses that the side without the lever has drawn (benchmarks/replay.py); later ones sample their own.
+others that were measured on this hardware. A lever whose package is not installed, or that runs on a GPU only, is left
+out. Levers come from planner/levers.py with their settings, their baselines and what they promise: an exact one must
+leave actor and critic bit for bit as they are without it. How far the others change an update is measured on its first,
+in which both sides learn from the responses that the side without the lever has drawn (benchmarks/replay.py); later
+ones sample their own.
 """
 
 from __future__ import annotations
@@ -29,10 +30,7 @@ BATCH_SIZES = ("ppo.mini_batch_size", "ppo.micro_batch_size")
 SHARING = "sharing.mode"
 BASELINES = {"none": PLAIN, "trunk": "four models over a trunk"}
 # What a run on the CPU refuses, so that there is nothing to measure it with.
-ONLY_ON_A_GPU: Mapping[str, str] = {
-    '`residency = "cpu"` of reference and reward': 'where the run is on the CPU it is `"keep"`, and refused',
-    "`paged_adamw`, `paged_adamw_8bit`": "CUDA only",
-}
+ONLY_ON_A_GPU = tuple(each.name for each in LEVERS if each.only_on == "cuda")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ def _chosen(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items() if key != SHARING]
 
 
-CHECKPOINTING = {"memory.checkpointing": "layers"}
 # What is not a lever of its own: others of their strengths, and those that save more where they are on together.
 MORE = (
     Subject(
@@ -81,14 +78,13 @@ MORE = (
         {"sharing.mode": "adapters", "adapters.layers": 4},
         "other parameters",
     ),
-    Subject("checkpointing every second layer", {**CHECKPOINTING, "memory.checkpoint_every": 2}),
     Subject("micro-batches of 4", {"ppo.micro_batch_size": 4}, "bounded"),
     Subject("park reference and reward", {"reference.residency": "park", "reward.residency": "park"}),
     Subject("stream reference and reward", {"reference.residency": "stream", "reward.residency": "stream"}),
     Subject("service reference and reward", {"reference.residency": "service", "reward.residency": "service"}),
 )
 SUBJECTS = (
-    *(Subject(each.name, each.settings, each.change, each.baseline) for each in LEVERS),
+    *(Subject(each.name, each.settings, each.change, each.baseline) for each in LEVERS if not each.only_on),
     *MORE,
 )
 
@@ -113,8 +109,8 @@ def result(
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
-    """What all rows of a table have in common."""
-    return {name: getattr(args, name) for name in ("model", *SHAPE) if name != "updates"}
+    """What all rows of a table have in common; the lever "micro-batches of 4" has others of these."""
+    return {name: getattr(args, name) for name in ("model", *SHAPE) if name not in ("updates", "micro_batch")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

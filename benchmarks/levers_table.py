@@ -56,7 +56,7 @@ def _notes(result: Result, values: Mapping[str, float]) -> list[str]:
             lines.append(f"* {name}: the service itself takes {number(peak)} MiB at its peak.")
     if missing := [each.name for each in SUBJECTS if each.name not in rows]:
         lines.append(f"* Not measured yet: {', '.join(missing)}.")
-    return lines + [f"* Not measured without a GPU: {name} ({reason})." for name, reason in ONLY_ON_A_GPU.items()]
+    return [*lines, f"* Not measured without a GPU: {', '.join(ONLY_ON_A_GPU)}."]
 
 
 def _origins(result: Result) -> list[str]:
@@ -78,7 +78,8 @@ def declared_table() -> list[str]:
         # On a baseline of its own a lever's settings name that too: of a lever people want what is added.
         given = {key: value for key, value in each.settings.items() if each.baseline.get(key) != value}
         settings = ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in given.items())
-        cells = (each.name, settings, each.saves, each.costs, _declared(each), ", ".join(each.excludes) or "-")
+        name = f"{each.name} (CUDA only)" if each.only_on else each.name
+        cells = (name, settings, each.saves, each.costs, _declared(each), ", ".join(each.excludes) or "-")
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 

@@ -28,14 +28,16 @@ def missing_packages(config: RunConfig) -> list[str]:
     if config.evaluation.judge == "vader" and config.data.prompts_test is not None:
         wanted["vaderSentiment"] = "evaluation.judge = 'vader'"
     low_bit = [f"{name}.optimizer = {s.optimizer!r}" for name, s in trained(config).items() if s.optimizer != "adamw"]
+    away = config.reward.residency == "service"  # another process holds the reward model, and needs its packages
     for kind, package in (("nf4", "bitsandbytes"), ("int8", "torchao")):
-        given = [f"precision.{name} = {held!r}" for name, held in config.precision if str(held).startswith(kind)]
+        held_here = {name: str(held) for name, held in config.precision if name != "reward" or not away}
+        given = [f"precision.{name} = {held!r}" for name, held in held_here.items() if held.startswith(kind)]
         if config.sampling.weights.startswith(kind) and "ppo" in config.stages:
             given.append(f"sampling.weights = {config.sampling.weights!r}")
         reasons = given + (low_bit if package == "bitsandbytes" else [])
         if reasons:
             wanted[package] = " and ".join(reasons)
-    if config.reward.source == "model" and config.reward.engine != "torch":
+    if config.reward.source == "model" and config.reward.engine != "torch" and not away:
         because = f"reward.engine = {config.reward.engine!r} (the extra onnx)"
         wanted |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), because)
     in_process = config.reference.engine != "torch" and config.reference.residency != "service"
@@ -157,7 +159,8 @@ def _roles(config: RunConfig) -> Iterator[str]:
 def _folders(config: RunConfig) -> Iterator[str]:
     """Folders that the run writes: the nearest one that exists must be a folder that we may write to."""
     folders = {"output": config.output}
-    exports = config.reward.source == "model" and config.reward.engine != "torch"
+    reward = config.reward
+    exports = reward.source == "model" and reward.engine != "torch" and reward.residency != "service"
     if config.model.path.endswith(".gguf") or config.reference.model.endswith(".gguf") or exports:
         folders["model.cache"] = config.model.cache
     for key, path in folders.items():

@@ -11,6 +11,7 @@ from torch import nn
 
 from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service
 from fourfold.config.schema import RunConfig
+from fourfold.memory.budget import Budget
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
@@ -19,9 +20,10 @@ from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.llama_roles import reference_by_llama_cpp
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
+from fourfold.models.outside import Absent
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
-from fourfold.models.reference import load_reference
+from fourfold.models.reference import load_reference, reference_form
 from fourfold.models.residency import HostResidency
 from fourfold.models.roles import (
     Policy,
@@ -51,7 +53,7 @@ class FourModels:
     actor: Policy
     critic: Scorer
     reference: Policy
-    reward: Scorer | External | None
+    reward: Scorer | External | Absent | None
     room: Room  # in which they were loaded, and their optimizers will be
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
 
@@ -66,7 +68,7 @@ class FourModels:
             shared["base"] = [p for name, p in self.actor.named_parameters() if not is_adapter(name)]
         return shared
 
-    def own_parameters(self, role: Policy | Scorer | External) -> list[nn.Parameter]:
+    def own_parameters(self, role: nn.Module) -> list[nn.Parameter]:
         """What no other role and no trunk holds."""
         holders = (self.base.trunk, self.base.policy, self.actor, self.critic, self.reference, self.reward)
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
@@ -93,12 +95,12 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     """The four roles; `sft` and `reward` are folders of stored roles, None means the base model or no reward model.
 
     The actor takes over the base's own weights, so at most four models are resident at any time. A role that is at a
-    service is a form without weights.
+    service is a form without weights; a reward model of another family that is there is nothing yet.
     """
     room = base.room(config)
     # First, so that what an export takes for a moment lies beside the base only.
-    external = _external(config, room) if config.reward.source == "model" else None
     own, away = room.planned.weights["critic"], roles_at_a_service(config)
+    external = _external(config, room) if config.reward.source == "model" and "reward" not in away else None
     only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
     if config.critic.init == "base" or (reward is not None and not only_asked):
@@ -144,6 +146,8 @@ def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away
     if config.reference.engine != "torch":
         with room.role("reference"):
             return reference_by_llama_cpp(config, base, actor)
+    if config.reference.model and away:
+        return reference_form(config, base)
     if config.reference.model:
         with room.role("reference", weight_bytes(config.reference.model)):
             return load_reference(config, base)
@@ -159,11 +163,16 @@ def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away
 def _external(config: RunConfig, room: Room) -> External:
     """A reward model of another family, run by the engine of the settings."""
     with room.role("reward", weight_bytes(config.reward.model)):
-        external = load_external(config, room.budget)
-        if config.reward.engine != "torch":
-            run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, room.budget)
-        elif placed(config)[0].type != room.budget.device.type:
-            external.residency = HostResidency()
+        return external_reward(config, room.budget)
+
+
+def external_reward(config: RunConfig, budget: Budget) -> External:
+    """`reward.model`, where the settings want it."""
+    external = load_external(config, budget)
+    if config.reward.engine != "torch":
+        run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, budget)
+    elif placed(config)[0].type != budget.device.type:
+        external.residency = HostResidency()
     return external
 
 

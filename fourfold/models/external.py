@@ -25,6 +25,7 @@ from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.memory.quantization import quantize
 from fourfold.models.loading import device_of, out_of_the_file
+from fourfold.models.outside import Outside
 from fourfold.models.pretrained import pretrained
 from fourfold.planner.architectures import FAMILIES
 from fourfold.planner.compute import causal_attended_tokens, classifier_flops
@@ -140,16 +141,6 @@ class TextWork:
     rows: int = 0
     tokens: int = 0
     attended: int = 0
-
-
-@dataclass(frozen=True)
-class Outside:
-    """Weights that another engine than torch holds, for the table of roles."""
-
-    parameters: int
-    dtype: str
-    where: str
-    bytes: int
 
 
 class External(nn.Module):

@@ -45,7 +45,7 @@ def require_writable(config: Any, key: str) -> None:
     if what:
         raise ValueError(
             f"{key}: {what} cannot be written as GGUF here; allowed: {', '.join(ARCHITECTURES)} with plain rotary "
-            f"positions and full attention; try {key} = 'torch'"
+            f"positions and full attention; leave {key} out"
         )
 
 

@@ -39,7 +39,7 @@ def library(key: str) -> Any:
     if importlib.util.find_spec(PACKAGE) is None:
         raise ValueError(
             f"{key}: llama.cpp needs the Python package llama-cpp-python, which is built for minutes when it is "
-            f"installed; try: pip install 'fourfold[llama-cpp]', or {key} = 'torch'"
+            f"installed; try: pip install 'fourfold[llama-cpp]', or leave {key} out"
         )
     # Else it prints what it finds in every file; it takes llama.cpp's warnings for errors.
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)

@@ -22,16 +22,14 @@ from torch import Tensor
 from fourfold.algorithms.log_probs import Entropy, log_probs_from_logits
 from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
-from fourfold.models.external import Outside
 from fourfold.models.gguf_files import WEIGHTS_OF, require_writable, write_gguf
-from fourfold.models.heads import LanguageHead
 from fourfold.models.llama_cpp import Ids, LlamaCpp, library
 from fourfold.models.loading import Base, file_in_package
+from fourfold.models.outside import Outside
 from fourfold.models.quantized import PROBE
-from fourfold.models.reference import OwnPolicy, comparable_model
+from fourfold.models.reference import OwnPolicy, comparable_model, form_of
 from fourfold.models.residency import HOST
-from fourfold.models.roles import Activations, Policy, hollow_copy
-from fourfold.models.split import cut, layout_of
+from fourfold.models.roles import Activations, Policy
 from fourfold.models.whole import whole_model
 
 if TYPE_CHECKING:
@@ -138,13 +136,6 @@ def torch_reference(config: RunConfig, base: Base, actor: Policy) -> PreTrainedM
     if config.reference.model:
         return comparable_model(config, base, torch.float32)
     return whole_model(config, base, actor)[0]
-
-
-def form_of(model: PreTrainedModel) -> Policy:
-    """A policy of this shape without weights."""
-    layers = len(getattr(getattr(model, layout_of(model).body), layout_of(model).layers))
-    form = OwnPolicy(cut(model, 0, layers, compute_dtype=torch.float32), LanguageHead.of(model))
-    return hollow_copy(form, share_head=False)
 
 
 def verify_engine(engine: Engine, model: PreTrainedModel, tokenizer: Any, asked: str, key: str = KEY) -> float:

@@ -27,7 +27,7 @@ from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead
-from fourfold.models.pretrained import no_loading_bar, pretrained
+from fourfold.models.pretrained import no_loading_bar, pretrained, without_weights
 from fourfold.models.products import hold_as, prepare_for_decoding, rounded
 from fourfold.models.quantized import Probe, check_gradients, quantize_checked
 from fourfold.models.roles import Policy, Scorer, copy_policy, scorer_on
@@ -45,6 +45,10 @@ log = logging.getLogger(__name__)
 
 # Largest relative difference between trunk + branch and the whole model: rounding of the compute type.
 SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# What a setting that names a causal language model may be.
+_LOADABLE = (
+    "a folder with config.json and safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
+)
 
 
 @dataclass
@@ -172,16 +176,21 @@ def load_causal_lm(
     quiet_imports()
     from transformers import AutoModelForCausalLM
 
-    allowed = (
-        "a folder with config.json and safetensors, a hub id that is cached or reachable, a .gguf file, "
-        "package:MODULE/FILE"
-    )
     instead = "give a complete causal language model"
     resolved = resolve_model(path, cache, key)
     given = f"{key} = {path!r}"
     return pretrained(
-        AutoModelForCausalLM, resolved, dtype, given=given, allowed=allowed, instead=instead, in_file=in_file
+        AutoModelForCausalLM, resolved, dtype, given=given, allowed=_LOADABLE, instead=instead, in_file=in_file
     )
+
+
+def shape_of_causal_lm(path: str, cache: Path, key: str) -> tuple[PreTrainedModel, Any]:
+    """The shape of such a model, without weights, and its tokenizer."""
+    quiet_imports()
+    from transformers import AutoModelForCausalLM
+
+    resolved = resolve_model(path, cache, key)
+    return without_weights(AutoModelForCausalLM, resolved, given=f"{key} = {path!r}", allowed=_LOADABLE)
 
 
 def out_of_the_file(module: nn.Module) -> None:

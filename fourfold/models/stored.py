@@ -166,7 +166,7 @@ def _sources(place: str, shapes: Mapping[str, Iterable[int]], body: str) -> dict
     """Where each of these parameters is; a file that was written by the body alone leaves its name out. None where one
     is not there in this shape, as floats."""
     there: dict[str, Source] = {}
-    for file in _files(place):
+    for file in weight_files(place):
         with safe_open(file, framework="pt") as opened:
             for stored in opened.keys():  # noqa: SIM118 - not a mapping
                 piece = opened.get_slice(stored)
@@ -176,8 +176,8 @@ def _sources(place: str, shapes: Mapping[str, Iterable[int]], body: str) -> dict
     return there if there.keys() == shapes.keys() else None
 
 
-def _files(place: str) -> list[str]:
-    """The safetensors of a folder or of a hub id, which are on this machine since its other weights were loaded."""
+def weight_files(place: str) -> list[str]:
+    """The safetensors of a folder, or those of a hub id that are on this machine."""
     if single := _file(place, SINGLE):
         return [single]
     index = _file(place, INDEX)

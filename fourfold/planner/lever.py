@@ -1,4 +1,4 @@
-"""What a lever is: one memory or compute measure, as fourfold/planner/levers.py declares them.
+"""What a lever is: one memory or compute measure, as fourfold/planner/levers.py and engines.py declare them.
 
 How far a lever may change an update is |difference of the weights' moves| / |move| over one step of PPO on a tiny
 model, actor and critic together. Both sides learn from the same responses, which the side without the lever draws, so
@@ -19,6 +19,10 @@ Change = Literal["exact", "bounded", "other parameters"]
 # The largest bound of levers that change an update by nothing but the order in which the same numbers are added up.
 ORDER_OF_SUMS = 1e-4
 
+# What several levers are compared on.
+SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
+HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
+
 
 @dataclass(frozen=True)
 class Lever:
@@ -36,9 +40,11 @@ class Lever:
     baseline: Mapping[str, Any] = field(default_factory=dict)  # what it is compared with, where that is not the default
     excludes: tuple[str, ...] = ()  # names of levers that are refused beside it
     package: str = ""  # without which it cannot be tried
+    only_on: Literal["", "cuda"] = ""  # the only kind of device that has it; elsewhere it is refused
     not_planned: str = ""  # why a search for a plan never takes it; nothing: it may (fourfold.planner.search)
     planned: Mapping[str, Any] = field(default_factory=dict)  # what a plan sets, where `settings` suit tiny models only
     halves: tuple[str, str] | None = None  # a key, and that of all rows: a plan takes a half of them, a quarter, ...
+    every: str = ""  # the key by which it acts on every second layer only: a plan may take that
 
     @property
     def switches(self) -> Mapping[str, Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fourfold.planner.lever import Lever
+from fourfold.planner.engines import ENGINES
+from fourfold.planner.lever import HALF, SEPARATE, Lever
 
-SEPARATE: Mapping[str, Any] = {"sharing.mode": "none"}
 TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
-HALF: Mapping[str, Any] = {"precision.compute": "bfloat16"}
 # What a step within the backward pass needs.
 ONE_MICRO_BATCH: Mapping[str, Any] = {
     "ppo.mini_batch_size": 4,
@@ -47,6 +46,7 @@ LEVERS: tuple[Lever, ...] = (
         change="other parameters",
         excludes=(
             "int8 base",
+            "int8 dynamic base",
             "nf4 base",
             "trunk",
             "adapters",
@@ -85,16 +85,27 @@ LEVERS: tuple[Lever, ...] = (
         saves="the activations inside attention",
         costs="attention's forward pass once more",
         change="exact",
-        excludes=("checkpointing",),
+        excludes=("checkpointing", "checkpointing every second layer"),
+    ),
+    Lever(
+        name="checkpointing every second layer",
+        where="fourfold.memory.activations",
+        settings={"memory.checkpointing": "layers", "memory.checkpoint_every": 2},
+        saves="of every second layer's activations all but its input",
+        costs="the forward pass of those layers once more",
+        change="exact",
+        excludes=("checkpointing attention", "checkpointing"),
+        not_planned="a strength of checkpointing, which a search takes as a whole",
     ),
     Lever(
         name="checkpointing",
         where="fourfold.memory.activations",
         settings={"memory.checkpointing": "layers"},
+        every="memory.checkpoint_every",
         saves="of every layer's activations all but its input",
         costs="the layers' forward pass once more",
         change="exact",
-        excludes=("checkpointing attention",),
+        excludes=("checkpointing attention", "checkpointing every second layer"),
     ),
     Lever(
         name="activation offload",
@@ -122,7 +133,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("llama.cpp reference", "stream reference", "service reference"),
+        excludes=("llama.cpp reference", "stream reference", "service reference", "reference on the CPU"),
     ),
     Lever(
         name="stream reference",
@@ -131,7 +142,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reference's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("llama.cpp reference", "park reference", "service reference"),
+        excludes=("llama.cpp reference", "park reference", "service reference", "reference on the CPU"),
     ),
     Lever(
         name="park reward",
@@ -140,7 +151,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights, in every phase but score",
         costs="reading them once a step",
         change="exact",
-        excludes=("stream reward", "service reward"),
+        excludes=("stream reward", "service reward", "reward on the CPU", "ONNX int8 reward"),
     ),
     Lever(
         name="stream reward",
@@ -149,7 +160,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the reward model's own weights; in score all its decoder layers but two",
         costs="reading them once a micro-batch, while the layer before computes",
         change="exact",
-        excludes=("park reward", "service reward"),
+        excludes=("park reward", "service reward", "reward on the CPU", "ONNX int8 reward"),
     ),
     Lever(
         name="service reference",
@@ -166,6 +177,7 @@ LEVERS: tuple[Lever, ...] = (
             "stream reference",
             "int8 reference",
             "half-precision frozen roles",
+            "reference on the CPU",
         ),
         not_planned="needs a service that somebody has started",
     ),
@@ -178,7 +190,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles"),
+        excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles", "reward on the CPU"),
         not_planned="needs a service that somebody has started",
     ),
     Lever(
@@ -188,7 +200,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="Adam's moments but for one parameter's, always",
         costs="reading and writing them once an optimizer step",
         change="exact",
-        excludes=("offload optimizer",),
+        excludes=("offload optimizer", "paged_adamw", "paged_adamw_8bit"),
     ),
     Lever(
         name="offload optimizer",
@@ -199,7 +211,14 @@ LEVERS: tuple[Lever, ...] = (
         "sampler's copy of the actor in the compute type",
         costs="writing gradients once a micro-batch, and reading and writing states once a step; the CPU steps",
         change="exact",  # below a GPU but for the rounding of Adam: the CPU steps
-        excludes=("park optimizer", "half-precision frozen roles", "float16", "trained trunk"),
+        excludes=(
+            "park optimizer",
+            "half-precision frozen roles",
+            "float16",
+            "trained trunk",
+            "paged_adamw",
+            "paged_adamw_8bit",
+        ),
     ),
     Lever(
         name="optimizer in backward",
@@ -242,6 +261,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="rounded moments; on a CPU slower steps",
         change="bounded",
         bound=0.1,
+        excludes=("paged_adamw", "paged_adamw_8bit"),
     ),
     Lever(
         name="bfloat16",
@@ -263,7 +283,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="gradients of actor and critic at the same time; steps that overflow are skipped",
         change="bounded",
         bound=0.45,  # 0.03 to 0.05, but 0.3 on adapters over a trunk: Adam makes steps of gradients that are near 0
-        excludes=("bfloat16", "optimizer in backward", "offload optimizer"),
+        excludes=("bfloat16", "optimizer in backward", "offload optimizer", "flash attention"),
     ),
     Lever(
         name="half-precision frozen roles",
@@ -285,6 +305,9 @@ LEVERS: tuple[Lever, ...] = (
             "service reference",
             "service reward",
             "trained trunk",
+            "flash attention",
+            "int8 dynamic base",
+            "ONNX int8 reward",
         ),
     ),
     # Random weights bear rounding worse than trained ones; what real models lose, `fourfold bench quantization` says.
@@ -298,7 +321,19 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=2e-3,  # torchao adds up in another order, and Adam makes whole steps of gradients near 0
         rounding=0.25,
-        excludes=("nf4 base", "trained trunk", "half-precision frozen roles"),
+        excludes=("nf4 base", "int8 dynamic base", "trained trunk", "half-precision frozen roles"),
+    ),
+    Lever(
+        name="int8 dynamic base",
+        where="fourfold.memory.quantization",
+        settings={"precision.frozen": "int8_dynamic"},
+        baseline=TRUNK,
+        saves="what an int8 base saves",
+        costs="rounded weights and activations; products of bytes, which some processors make faster",
+        change="bounded",
+        bound=0.6,  # up to 0.18 by the weights and 0.37 by the activations, which no run in float32 rounds alike
+        excludes=("int8 base", "nf4 base", "trained trunk", "half-precision frozen roles"),
+        not_planned="saves what an int8 base saves and rounds more",
     ),
     Lever(
         name="nf4 base",
@@ -310,7 +345,7 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=1e-4,
         rounding=1.0,  # a cosine of 0.5 and more
-        excludes=("int8 base", "trained trunk", "half-precision frozen roles"),
+        excludes=("int8 base", "int8 dynamic base", "trained trunk", "half-precision frozen roles"),
     ),
     Lever(
         name="int8 reference",
@@ -338,26 +373,15 @@ LEVERS: tuple[Lever, ...] = (
         change="bounded",
         bound=1e-4,
         rounding=0.2,
-        excludes=("adapters", "adapters over a trunk", "service reward", "half-precision frozen roles"),
-    ),
-    Lever(
-        name="llama.cpp reference",
-        where="fourfold.models.llama_roles",
-        settings={"reference.engine": "llama_cpp_q8_0"},
-        saves="torch's copy of the reference; a GGUF file in Q8_0 (8.5 bits a weight) is read instead, by the CPU",
-        costs="a KL that is off by the rounding; passes from the ids on, over a cached trunk too; writing the file",
-        change="bounded",
-        bound=0.05,
         excludes=(
-            "park reference",
-            "stream reference",
-            "service reference",
-            "int8 reference",
+            "adapters",
+            "adapters over a trunk",
+            "service reward",
             "half-precision frozen roles",
+            "ONNX int8 reward",
         ),
-        package="llama_cpp",
-        not_planned="needs an optional package that compiles for minutes",
     ),
+    *ENGINES,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,18 @@ from fourfold.scoring.sources import texts_of
 log = logging.getLogger(__name__)
 
 
+class NothingToRead(RunFailed):
+    """Texts of which the reward model's tokenizer makes no token."""
+
+
 class ExternalReward:
     """Scores the texts that a rollout decodes to, without the actor's special tokens.
 
-    The score phase hands over rows of like length, so there is little padding in the model's own tokens either.
+    The score phase hands over rows of like length, so there is little padding in the model's own tokens either. A
+    service is given the texts and needs no tokenizer of an actor.
     """
 
-    def __init__(self, external: External, actor_tokenizer: Any) -> None:
+    def __init__(self, external: External, actor_tokenizer: Any = None) -> None:
         self.external = external
         self._actor_tokenizer = actor_tokenizer
         self._told = False
@@ -36,15 +42,7 @@ class ExternalReward:
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The model's numbers; one that is not finite stops the run, as it would come again and again."""
-        prompts, responses = texts_of(rollout, self._actor_tokenizer)
-        rows, cut = self.external.reader.rows(prompts, responses)
-        self._tell(cut, len(rows))
-        if empty := sum(not row["input_ids"] for row in rows):
-            raise RunFailed(
-                f"score: {empty} of {len(rows)} responses have no token for the reward model; give a reward.template "
-                "that writes something around them"
-            )
-        scores = self.external.scores(rows).to(rollout.sequences.device)
+        scores = self.of_texts(*texts_of(rollout, self._actor_tokenizer)).to(rollout.sequences.device)
         valid = torch.isfinite(scores)
         if not bool(valid.all()):
             raise RunFailed(
@@ -52,6 +50,17 @@ class ExternalReward:
                 "the last good checkpoint is kept; its weights are damaged, or precision.reward is too narrow for them"
             )
         return scores, valid
+
+    def of_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+        """One number a row, finite or not."""
+        rows, cut = self.external.reader.rows(prompts, responses)
+        self._tell(cut, len(rows))
+        if empty := sum(not row["input_ids"] for row in rows):
+            raise NothingToRead(
+                f"score: {empty} of {len(rows)} responses have no token for the reward model; give a reward.template "
+                "that writes something around them"
+            )
+        return self.external.scores(rows)
 
     def _tell(self, cut: int, rows: int) -> None:
         if cut and not self._told:

@@ -146,6 +146,11 @@ def texts_of(rollout: Rollout, tokenizer: Any) -> tuple[list[str], list[str]]:
         mask = prompt + response
         kept = [token for token, real in zip(ids, mask, strict=True) if real]
         length = sum(prompt)
-        prompts.append(tokenizer.decode(kept[:length], skip_special_tokens=True))
-        responses.append(tokenizer.decode(kept[length:], skip_special_tokens=True))
+        prompts.append(text_of(kept[:length], tokenizer))
+        responses.append(text_of(kept[length:], tokenizer))
     return prompts, responses
+
+
+def text_of(ids: Sequence[int], tokenizer: Any) -> str:
+    """What a reader of texts is given for them: special tokens are left out."""
+    return tokenizer.decode(ids, skip_special_tokens=True)

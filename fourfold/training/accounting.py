@@ -18,7 +18,7 @@ from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
 from fourfold.models.reference import OwnPolicy
-from fourfold.models.roles import Policy
+from fourfold.models.roles import Policy, Scorer
 from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
@@ -73,7 +73,7 @@ class Accountant:
         self._branch_layers = models.actor.branch.num_layers
         self._head_trained = models.actor.head.weight.requires_grad
         self._external = models.reward if isinstance(models.reward, External) else None
-        self._has_reward = models.reward is not None and self._external is None
+        self._has_reward = isinstance(models.reward, Scorer)
         matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
         self._adapter_parameters = sum(p.numel() for p in matrices)
         self.hiding = Hiding(models, ahead)

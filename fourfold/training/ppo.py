@@ -27,6 +27,7 @@ from fourfold.models.llama_actor import LlamaActor
 from fourfold.models.loading import Base
 from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
+from fourfold.models.roles import Scorer
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
 from fourfold.rollout.guarded import GuardedSampler
@@ -44,7 +45,12 @@ from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.rows import TIMED_PHASES
-from fourfold.training.services import reference_at_llama_server, reference_at_service, reward_at_service
+from fourfold.training.services import (
+    reader_at_service,
+    reference_at_llama_server,
+    reference_at_service,
+    reward_at_service,
+)
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
 from fourfold.training.trainer import StepCallback, Trainer
@@ -71,9 +77,12 @@ def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
             retries=config.reward.retries,
             on_failure=config.reward.on_failure,
         )
+    if config.reward.source == "model" and config.reward.residency == "service":
+        models.reward, reward = reader_at_service(config, models.base)
+        return reward
     if isinstance(models.reward, External):
         return ExternalReward(models.reward, models.base.tokenizer)
-    assert models.reward is not None, "assemble has loaded the reward model"
+    assert isinstance(models.reward, Scorer), "assemble has loaded the reward model"
     if config.reward.residency == "service":
         return reward_at_service(config, models.base, models.reward, models.critic)
     return ModelReward(models.reward)
@@ -172,7 +181,7 @@ def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
         models.reference = reference_at_service(config, models.base, models.reference, models.actor)
     else:
         place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
-    if models.reward is not None and config.reward.residency != "service":
+    if isinstance(models.reward, Scorer | External) and config.reward.residency != "service":
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
 

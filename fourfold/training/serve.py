@@ -8,10 +8,22 @@ from collections.abc import Collection
 from pathlib import Path
 
 from fourfold.config import RunConfig
-from fourfold.config.checks import roles_of_the_base
-from fourfold.models.assembly import frozen_roles, record_for
-from fourfold.models.loading import load_base
-from fourfold.scoring.service.hosted import Hosted, Identity
+from fourfold.config.checks import roles_of_a_service, roles_of_the_base
+from fourfold.memory.attention import check_attention
+from fourfold.memory.budget import Budget, keep_few_kernels
+from fourfold.models.assembly import external_reward, frozen_roles, record_for
+from fourfold.models.identity import ModelIdentity, ReaderIdentity
+from fourfold.models.loading import device_of, load_base
+from fourfold.models.reference import load_reference_alone
+from fourfold.scoring.service.hosted import (
+    Hosted,
+    HostedReader,
+    HostedReference,
+    HostedReward,
+    HostedRole,
+    Identity,
+    IdRows,
+)
 from fourfold.scoring.service.server import Limits, ScoringServer
 from fourfold.training.folder import RunFolder, reward_model, sft_model
 from fourfold.training.inputs import end_of_text
@@ -19,40 +31,63 @@ from fourfold.training.pipeline import Say, on_this_machine
 
 
 def load_hosted(config: RunConfig, roles: Collection[str]) -> Hosted:
-    """The roles of a run that has them: what its stages sft and reward have left, or the base model."""
-    _require_of_the_base(config, roles)
+    """The roles of a run that has them: what its stages sft and reward have left, the base model, models of their own.
+
+    The run's own model is loaded only where a role is made of it.
+    """
+    _require_held(config, roles)
     config = on_this_machine(config)
+    held: dict[str, HostedRole] = {}
+    if of_the_base := [role for role in roles if role in roles_of_the_base(config)]:
+        held = _of_the_base(config, of_the_base)
+    if others := [role for role in roles if role not in held]:
+        keep_few_kernels()
+        device = device_of(config)
+        check_attention(config.memory.attention, device)
+        budget = Budget.of_gib(config.memory.budget_gib, device)
+        load = {"reference": _own_reference, "reward": _reader}
+        held |= {role: load[role](config, budget) for role in others}
+    return Hosted(
+        {role: held[role] for role in roles}, model=config.model.path, micro_batch_size=config.ppo.micro_batch_size
+    )
+
+
+def _of_the_base(config: RunConfig, roles: Collection[str]) -> dict[str, HostedRole]:
     folder = RunFolder(Path(config.output).expanduser())
     reward = reward_model(config, folder) if "reward" in roles else None
     base = load_base(config)
     policy, scorer, weights = frozen_roles(config, base, sft_model(config, folder), reward, roles)
-    records = {"reference": record_for(config, "policy"), "reward": record_for(config, "scorer")}
-    return Hosted(
-        base,
-        model=config.model.path,
-        reference=policy,
-        reward=scorer,
-        identities={role: Identity.of(base, records[role], weights[role]) for role in roles},
-        micro_batch_size=config.ppo.micro_batch_size,
-        eos_id=end_of_text(base),
-    )
+    ids, held = IdRows.of_base(base), dict[str, HostedRole]()
+    if policy is not None:
+        identity = Identity.of(base, record_for(config, "policy"), weights["reference"])
+        held["reference"] = HostedReference(policy, ids, identity)
+    if scorer is not None:
+        identity = Identity.of(base, record_for(config, "scorer"), weights["reward"])
+        held["reward"] = HostedReward(scorer, ids, identity, base.tokenizer, end_of_text(base))
+    return held
+
+
+def _own_reference(config: RunConfig, budget: Budget) -> HostedRole:
+    found = load_reference_alone(config, budget)
+    ids = IdRows.of_reference(found, budget)
+    return HostedReference(found.policy, ids, ModelIdentity.of_reference(config))
+
+
+def _reader(config: RunConfig, budget: Budget) -> HostedRole:
+    return HostedReader(external_reward(config, budget), ReaderIdentity.of_reward(config), budget)
 
 
 def roles_of(config: RunConfig) -> tuple[str, ...]:
     """Those that a run has and a service can hold."""
-    return tuple(roles_of_the_base(config))
+    return tuple(roles_of_a_service(config))
 
 
-def _require_of_the_base(config: RunConfig, roles: Collection[str]) -> None:
-    """Exactly what a run may leave to a service: ValueError where a role is not made of the run's own model."""
+def _require_held(config: RunConfig, roles: Collection[str]) -> None:
+    """Exactly what a run may leave to a service: ValueError where it has no such role, or holds it itself."""
     have = roles_of(config)
     reasons = {
-        "reference": (
-            f"reference.model = {config.reference.model!r} is not the run's own model"
-            if config.reference.model
-            else f"reference.engine = {config.reference.engine!r} holds the reference in the run's own process"
-        ),
-        "reward": f"reward.source = {config.reward.source!r} has no reward model of the run's own",
+        "reference": f"reference.engine = {config.reference.engine!r} holds the reference in the run's own process",
+        "reward": f"reward.source = {config.reward.source!r} has no reward model",
     }
     if others := [role for role in roles if role not in have]:
         instead = f"give --roles {','.join(have)}" if have else "this run has no role that a service can hold"

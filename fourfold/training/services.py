@@ -10,15 +10,20 @@ from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for
-from fourfold.models.identity import weights_in_folder, weights_of_role
-from fourfold.models.llama_roles import EnginePolicy, form_of, torch_reference, verify_engine
+from fourfold.models.external import PADDING_TOLERANCE, QUANTIZED_BOUNDS, placed
+from fourfold.models.external import PROBE as SENTENCES
+from fourfold.models.identity import ModelIdentity, ReaderIdentity, weights_in_folder, weights_of_role
+from fourfold.models.llama_roles import EnginePolicy, torch_reference, verify_engine
 from fourfold.models.loading import Base
+from fourfold.models.onnx import BOUNDS as ENGINE_BOUNDS
+from fourfold.models.outside import Absent, Outside
+from fourfold.models.reference import form_of
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.client import Service
 from fourfold.scoring.service.hosted import Identity
 from fourfold.scoring.service.llama_server import LlamaServer, ordinary_ids
-from fourfold.scoring.service.roles import RemotePolicy, RemoteRole, ServiceReward
+from fourfold.scoring.service.roles import RemoteOwnPolicy, RemotePolicy, RemoteReader, RemoteRole, ServiceReward
 from fourfold.training.folder import RunFolder, reward_model
 from fourfold.training.preflight import bounds_of
 
@@ -26,8 +31,13 @@ PROBE_LENGTHS = ((3, 4), (5, 2), (1, 1))  # (prompt, response) tokens
 
 
 def reference_at_service(config: RunConfig, base: Base, form: Policy, actor: Policy) -> RemotePolicy:
-    """The reference; `actor` is as it starts, so that its weights and numbers are the reference's."""
+    """The reference; `actor` is as it starts, so that its weights and numbers are those of a reference of its own."""
     remote = RemoteRole(Service(config.service), "reference", max_rows=config.service.max_rows)
+    if config.reference.model:
+        remote.require(ModelIdentity.of_reference(config))
+        rows = wire.rows_of(_probe(base)[0])
+        _require_steady(remote, rows, bounds_of(form.branch).ratio[1], temperature=config.sampling.temperature)
+        return RemoteOwnPolicy(form, remote)
     remote.require(Identity.of(base, record_for(config, "policy"), weights_of_role(base, actor)))
     probe, activations = _probe(base)
     temperature = config.sampling.temperature
@@ -64,6 +74,44 @@ def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Score
             gap = (here - there).abs() / here.abs().clamp(min=1.0)  # scores have a scale of their own
             _require_close("reward", "scores", float(gap.max()), base)
     return reward
+
+
+def reader_at_service(config: RunConfig, base: Base) -> tuple[Absent, ServiceReward]:
+    """A reward model of another family: its place among the roles, and what scores."""
+    remote = RemoteReader(Service(config.service), base.tokenizer, max_rows=config.service.max_rows)
+    theirs = remote.require(ReaderIdentity.of_reward(config))
+    prompts, responses = ([_ids(base, text) for text in texts] for texts in zip(*SENTENCES, strict=True))
+    _require_steady(remote, wire.Rows(prompts, responses), _of_a_batch(config))
+    absent = Absent(remote, Outside(int(theirs["parameters"]), "-", remote.where, 0))
+    return absent, ServiceReward(remote)
+
+
+def _of_a_batch(config: RunConfig) -> float:
+    """What the rows beside it may do to a score: rounding, in fewer bits as much as those may do.
+
+    ONNX Runtime's INT8 has one scale for the activations of a whole batch.
+    """
+    if config.reward.engine != "torch":
+        return ENGINE_BOUNDS[config.reward.engine]
+    return max(PADDING_TOLERANCE[placed(config)[1]], QUANTIZED_BOUNDS.get(config.precision.reward, 0.0))
+
+
+def _ids(base: Base, text: str) -> list[int]:
+    return list(base.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _require_steady(remote: RemoteRole, rows: wire.Rows, bound: float, temperature: float = 1.0) -> None:
+    """Whether each row gets the numbers that it gets alone: nothing here has weights to compare with."""
+    together = remote.ask(rows, len(rows), temperature)
+    alone = [remote.ask(rows[row : row + 1], 1, temperature)[0] for row in range(len(rows))]
+    size = max(float(numbers.abs().max()) for numbers in alone)
+    gap = max(float((one - other).abs().max()) for one, other in zip(together, alone, strict=True))
+    if not gap <= bound * size:
+        raise RunFailed(
+            f"load: the {remote.role} at {remote.where.removeprefix('at ')} gives rows of a probe other numbers alone "
+            f"than together, by up to {gap:.2e} of {size:.2e} (allowed {bound:.0e} of it); likely: another program "
+            "answers there, or something between mixes the answers up"
+        )
 
 
 @torch.no_grad()

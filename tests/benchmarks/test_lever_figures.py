@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.fourfold_worker import settings
 from benchmarks.lever_rows import PLAIN, conflict, difference, figures_of, merged
-from benchmarks.levers import MORE, SUBJECTS, Subject, main, result
+from benchmarks.levers import MORE, ONLY_ON_A_GPU, SUBJECTS, Subject, main, result
 from benchmarks.levers_table import levers_table
 from benchmarks.peer_trl import Side, parse_arguments
 from benchmarks.results import Figure, Result, read_results, write_result
@@ -31,7 +31,7 @@ def config_of(side: Side, folder: Path) -> RunConfig:
     arguments = list(side.arguments)
     given = [value for key, value in itertools.pairwise(arguments) if key == "--set"]
     shape = {"model": "m", "prompts": "p", "dtype": "float32", "threads": 1, "seed": 0, "sharing": arguments[1]}
-    sizes = {"new_tokens": 24, "batch": 16, "epochs": 4, "updates": 4}
+    sizes = {"new_tokens": 24, "batch": 16, "micro_batch": 16, "epochs": 4, "updates": 4}
     return settings(Namespace(**shape, **sizes, set=given), folder)
 
 
@@ -73,7 +73,9 @@ def responses_of(side: Side) -> str:
 
 
 def test_every_lever_is_measured_on_the_responses_of_its_baseline() -> None:
-    assert [each.name for each in SUBJECTS] == [*(each.name for each in LEVERS), *(each.name for each in MORE)]
+    declared = [each.name for each in LEVERS if not each.only_on]
+    assert [each.name for each in SUBJECTS] == [*declared, *(each.name for each in MORE)]
+    assert {each.name for each in LEVERS} - {*declared} == {*ONLY_ON_A_GPU}
     assert len({side.name for each in SUBJECTS for side in (each.having, each.without)}) < 2 * len(SUBJECTS)
     for each in SUBJECTS:
         assert responses_of(each.having) == responses_of(each.without)

@@ -48,6 +48,8 @@ def scene(
     for override in overrides:
         apply_override(tree, override)
     # A setting that would be ignored is refused.
+    if tree["reward"]["source"] == "model":
+        del tree["reward"]["checkpoint"]
     small = {"trunk": ("trunk", "branch_layers", 2), "adapters": ("adapters", "rank", 4)}
     if tree["sharing"]["mode"] in small:
         section, key, value = small[tree["sharing"]["mode"]]

@@ -198,7 +198,9 @@ def test_every_lever_has_costs(lever: Lever) -> None:
     }
     if "service" in lever.name:
         settings["service__url"] = "http://127.0.0.1:1"
-    for device in (A100, CPU):
+    if settings.get("reward__source") == "model":
+        settings |= {"reward__model": "a/b", "reward__checkpoint": None}
+    for device in (A100,) if lever.only_on else (A100, CPU):
         found = of(scene(where=cluster(device=device), **settings))
         assert 0 < found.step_seconds < math.inf and 0 < found.utilisation < 1
         assert min(found.seconds.values()) > 0

@@ -39,6 +39,7 @@ from fourfold.memory.quantization import dequantize
 from fourfold.models.assembly import FourModels
 from fourfold.planner.lever import Lever
 from fourfold.planner.levers import LEVERS, lever
+from tiny import tiny_classifier
 from training.runs import (
     by_function,
     by_model,
@@ -53,10 +54,14 @@ from training.served import at_service, hosted_roles, listening
 
 SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
 # Without those whose package is not installed.
-HERE = [each for each in LEVERS if not each.package or importlib.util.find_spec(each.package)]
-MECHANISMS = [each for each in HERE if each.change != "other parameters"]
+INSTALLED = [each for each in LEVERS if not each.package or importlib.util.find_spec(each.package)]
+MECHANISMS = [each for each in INSTALLED if each.change != "other parameters"]
+ALONE = [pytest.param(each, id=each.name, marks=pytest.mark.gpu if each.only_on else ()) for each in MECHANISMS]
+# What runs on a GPU only is tried alone there.
+HERE = [each for each in INSTALLED if not each.only_on]
 PAIRS = list(itertools.combinations(HERE, 2))
-EXCLUDED = [(one, other) for one, other in PAIRS if other.name in one.excludes]
+# Settings are refused on any machine.
+EXCLUDED = [(one, other) for one, other in itertools.combinations(LEVERS, 2) if other.name in one.excludes]
 Weights = dict[str, torch.Tensor]
 Set = tuple[Lever, ...]
 
@@ -74,7 +79,7 @@ def baseline(levers: Iterable[Lever]) -> dict[str, Any]:
     """The settings that the comparisons of all these levers stand on."""
     given: dict[str, Any] = {}
     for each in levers:
-        given |= each.baseline if each in MECHANISMS else {}
+        given |= each.baseline if each.change != "other parameters" else {}
     return given
 
 
@@ -126,6 +131,12 @@ def reward_stored(folder: Path, tree: str) -> Path:
     return stored
 
 
+@cache
+def judge(folder: Path) -> Path:
+    """A reward model of another family."""
+    return tiny_classifier(folder / "judge", seed=2)
+
+
 class Services:
     """A service for each way to share and hold weights, started when it is first asked for."""
 
@@ -135,7 +146,8 @@ class Services:
 
     def url(self, tree: Mapping[str, Any], roles: tuple[str, ...]) -> str:
         """Of one with these roles of this run; the models of all tests are made from one seed."""
-        key = (*roles, *(str(tree.get(name)) for name in ("sharing", "adapters", "trunk", "precision")))
+        held = (str(tree.get(name)) for name in ("sharing", "adapters", "trunk", "precision", "reward"))
+        key = (*roles, *held, tree.get("memory", {}).get("attention"))
         if key not in self._urls:
             self._urls[key] = self.open.enter_context(listening(hosted_roles(dict(tree), *roles))).url
         return self._urls[key]
@@ -166,16 +178,19 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         tree = merged(tree, {"trunk": None})
     if mode == "adapters":
         tree = merged(tree, {"adapters": {"rank": 4, "alpha": 8.0}})
-    if any({"reward.residency", "precision.reward"} & each.settings.keys() for each in compared):
+    if given.get("reward.source") == "model":
+        tree = merged(tree, {"reward": {"model": str(judge(folder)), "function": None}})
+    elif any({"reward.residency", "precision.reward"} & each.settings.keys() for each in compared):
         shared = {key: value for key, value in given.items() if key.startswith(("sharing", "adapters"))}
         stored = reward_stored(folder, json.dumps(merged(tree, nested(shared))))
         tree = merged(tree, {"reward": {"source": "checkpoint", "checkpoint": str(stored), "function": None}})
     away = tuple(role for role in ("reference", "reward") if given.get(f"{role}.residency") == "service")
     if away:
-        kept = merged(
-            tree, nested({key: value for key, value in given.items() if not key.endswith((".residency", ".engine"))})
-        )
+        elsewhere = ("reference.residency", "reward.residency", "reference.engine")
+        kept = merged(tree, nested({key: value for key, value in given.items() if key not in elsewhere}))
         tree = at_service(tree, SERVICES.url(kept, away), *away)
+    if any(each.only_on == "cuda" for each in compared):
+        tree = merged(tree, {"system": {"device": "cuda"}})
     return merged(tree, nested(given))
 
 
@@ -281,7 +296,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("levers")
 
 
-@pytest.mark.parametrize("each", MECHANISMS, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", ALONE)
 def test_a_lever_changes_what_it_declares(folder: Path, each: Lever) -> None:
     check(folder, [each])
 

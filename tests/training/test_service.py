@@ -254,26 +254,14 @@ def test_a_run_whose_service_dies_fails_and_goes_on_with_the_next_to_the_same_en
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-OF_ANOTHER_FAMILY = {"source": "model", "model": "x/judge", "function": None}
-
-
 @pytest.mark.parametrize(
     ("changes", "arguments", "text"),
     [
-        (
-            {"reward": OF_ANOTHER_FAMILY},
-            ["--roles", "reward"],
-            "'model' has no reward model of .* --roles reference, and",
-        ),
-        (
-            {"reference": {"model": "x/y"}},
-            ["--roles", "reference"],
-            "reference.model = 'x/y' is not the run's own model",
-        ),
-        ({"reference": {"model": "x/y"}}, [], "no role that a service can hold; the run holds them itself"),
+        ({}, ["--roles", "reward"], "'function' has no reward model; give --roles reference, and"),
+        ({"reference": {"engine": "llama_cpp"}}, [], "no role that a service can hold; the run holds them itself"),
     ],
 )
-def test_models_of_a_role_of_its_own_are_not_served(
+def test_what_the_run_holds_itself_is_not_served(
     tmp_path: Path, changes: Tree, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(settings(tmp_path, merged(by_function("pays_by_hash"), changes)), tmp_path / "config.toml")

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
-from fourfold.config.checks.own_models import reference_engine, reference_model, reward_model
+from fourfold.config.checks.own_models import reference_engine, reward_model
 from fourfold.config.checks.precision import precision
 from fourfold.config.checks.sampling import sampling
-from fourfold.config.checks.service import reference_at_llama_cpp, roles_at_a_service, roles_of_the_base, service
+from fourfold.config.checks.service import (
+    reference_at_llama_cpp,
+    roles_at_a_service,
+    roles_of_a_service,
+    roles_of_the_base,
+    service,
+)
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
 
@@ -25,6 +31,7 @@ __all__ = [
     "problems",
     "reference_at_llama_cpp",
     "roles_at_a_service",
+    "roles_of_a_service",
     "roles_of_the_base",
 ]
 
@@ -38,7 +45,6 @@ def problems(config: RunConfig) -> list[str]:
         *optimizers(config),
         *reward_source(config),
         *reward_model(config),
-        *reference_model(config),
         *reference_engine(config),
         *ppo(config),
         *warm_ups(config),

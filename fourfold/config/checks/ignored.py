@@ -108,7 +108,7 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
         because(reason, "reward", *REWARD_OWN_MODEL)
     elif reward.engine != "torch":
         reason = f"reward.engine = {reward.engine!r} runs on the CPU and holds its weights itself"
-        because(reason, "reward", "device", "residency")
+        because(reason, "reward", "device", *([] if reward.residency == "service" else ["residency"]))
         because(reason, "precision", "reward")
     if reward.source != "train":
         reason = f"reward.source = {reward.source!r} trains no reward model"

@@ -10,14 +10,6 @@ if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
 
 
-def reference_model(config: RunConfig) -> Iterator[str]:
-    if config.reference.model and config.reference.residency == "service" and config.reference.engine == "torch":
-        yield (
-            "reference.residency: given 'service' beside reference.model, but a `fourfold serve` holds roles of the "
-            "run's own model only; allowed: 'keep', 'park', 'stream' or 'cpu'; try 'park'"
-        )
-
-
 def reference_engine(config: RunConfig) -> Iterator[str]:
     engine, model = config.reference.engine, config.reference.model
     if engine == "torch":
@@ -61,12 +53,7 @@ def reward_model(config: RunConfig) -> Iterator[str]:
     if reward.residency == "cpu":
         yield (
             "reward.residency: given 'cpu' beside reward.source = 'model', which has a device of its own; allowed: "
-            "'keep', 'park' or 'stream'; try reward.device = 'cpu'"
-        )
-    if reward.residency == "service":
-        yield (
-            "reward.residency: given 'service' beside reward.source = 'model', but a `fourfold serve` holds roles of "
-            "the run's own model only; allowed: 'keep', 'park' or 'stream'; try reward.device = 'cpu'"
+            "'keep', 'park', 'stream' or 'service'; try reward.device = 'cpu'"
         )
     if reward.label and not any(reward.label.values()):
         yield f"reward.label: given {reward.label}; allowed: factors of which at least one is not 0"

@@ -12,11 +12,17 @@ if TYPE_CHECKING:
 
 def roles_at_a_service(config: RunConfig) -> list[str]:
     """Names of the roles whose weights a service holds."""
-    return [role for role in roles_of_the_base(config) if getattr(config, role).residency == "service"]
+    return [role for role in roles_of_a_service(config) if getattr(config, role).residency == "service"]
+
+
+def roles_of_a_service(config: RunConfig) -> list[str]:
+    """Names of the frozen roles that a `fourfold serve` can hold, of the run's own model or of one of their own."""
+    can = {"reference": config.reference.engine == "torch", "reward": config.reward.source != "function"}
+    return [role for role, held in can.items() if held]
 
 
 def roles_of_the_base(config: RunConfig) -> list[str]:
-    """Names of the frozen roles that torch makes of the run's own model, which a service can hold."""
+    """Names of the frozen roles that torch makes of the run's own model."""
     by_torch = not config.reference.model and config.reference.engine == "torch"
     made = {"reference": by_torch, "reward": config.reward.of_the_base}
     return [role for role, of_the_base in made.items() if of_the_base]
@@ -46,7 +52,7 @@ def service(config: RunConfig) -> Iterator[str]:
             f"service.max_rows: given {given.max_rows}, fewer than the ppo.micro_batch_size = "
             f"{config.ppo.micro_batch_size} rows of one pass; allowed: at least that many"
         )
-    for role in roles:
+    for role in roles if config.reward.of_the_base else set(roles) - {"reward"}:
         if (held := getattr(config.precision, role)) != "auto":
             yield (
                 f"precision.{role}: given {held!r} beside {role}.residency = 'service', whose numbers must be this "

@@ -123,7 +123,7 @@ def _time_and_memory() -> tuple[Metric, ...]:
 _UNREAD = {
     ("actor", "forward"): ", without the last token of each row",
     ("actor", "backward"): ", without the last token of each row",
-    ("reward", "forward"): ", in its own tokens under `reward.source` = 'model'",
+    ("reward", "forward"): ", in its own tokens under `reward.source` = 'model', of which a service tells none",
     ("reference", "forward"): ", without the last token of each row",
     ("critic", "forward"): ", in learn without the last token of each row",
     ("critic", "backward"): ", without the last token of each row",

@@ -1,5 +1,8 @@
 """The roles that a service computes, as the run sees them: a reference and a reward like any other.
 
+Token ids travel, but for a reward model of another family: the run decodes them, as it does for one that it holds
+itself, so that the service needs neither the actor's tokenizer nor any other model.
+
 Before a score phase goes through its micro-batches it can send all of them off (`sent_ahead`); the service then works
 while the run goes on with the roles it holds itself.
 """
@@ -21,11 +24,13 @@ from fourfold.algorithms.log_probs import Entropy
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.offload import residency_of
+from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.client import Service
-from fourfold.scoring.service.hosted import Identity
+from fourfold.scoring.service.hosted import AnyIdentity
 from fourfold.scoring.service.wire import BadMessage, Rows
+from fourfold.scoring.sources import text_of
 
 
 class RemoteRole:
@@ -63,8 +68,8 @@ class RemoteRole:
         self._seconds, self._service.moved_bytes = 0.0, 0
         return taken
 
-    def require(self, own: Identity) -> None:
-        """ValueError where the service's role is not this run's."""
+    def require(self, own: AnyIdentity) -> dict[str, Any]:
+        """What the service says of its role; ValueError where that is not this run's."""
         said = self._service.describe()
         if said.get("protocol") != wire.PROTOCOL:
             raise ValueError(
@@ -78,6 +83,12 @@ class RemoteRole:
                 f"{self.role}.residency: 'service', but {self._service.url} holds {held}; start it with "
                 f"--roles {self.role}, or set {self.role}.residency = 'keep'"
             )
+        if unsaid := asdict(own).keys() - theirs.keys():
+            raise ValueError(
+                f"service.url: the {self.role} at {self._service.url} (of {said.get('model')!r}) is made of another "
+                f"kind of model than this run's: it says no {min(unsaid)}; give both sides the same reference.model, "
+                "reward.source and reward.model"
+            )
         differs = [
             f"{name} is {theirs.get(name)!r} there, {wanted!r} here"
             for name, wanted in asdict(own).items()
@@ -88,6 +99,7 @@ class RemoteRole:
                 f"service.url: the {self.role} at {self._service.url} (of {said.get('model')!r}) is not this run's: "
                 f"{'; '.join(differs)}; start `fourfold serve` with the configuration and the folder of this run"
             )
+        return theirs
 
     def send(self, rollout: Rollout, order: Tensor, size: int, temperature: float) -> None:
         """Have these rows, in this order and `size` at a time, worked at; whole micro-batches make a request."""
@@ -95,7 +107,7 @@ class RemoteRole:
         step = max(size, self._max_rows // size * size)
         for start in range(0, len(rows), step):
             piece = rows[start : start + step]
-            self._sent.append((piece, self._sender.submit(self._ask, piece, size, temperature)))
+            self._sent.append((piece, self._sender.submit(self.ask, piece, size, temperature)))
 
     def forget(self) -> None:
         """Give up what has been sent and not been fetched."""
@@ -117,15 +129,16 @@ class RemoteRole:
             self._coming.extend(zip(zip(piece.prompts, piece.responses, strict=True), waiting.result(), strict=True))
         if [row for row, _ in list(self._coming)[: len(wanted)]] == wanted:
             return [self._coming.popleft()[1] for _ in wanted]
-        return self._ask(rows, len(rows), temperature)
+        return self.ask(rows, len(rows), temperature)
 
-    def _ask(self, rows: Rows, size: int, temperature: float) -> list[Tensor]:
-        message: dict[str, Any] = {"prompts": rows.prompts, "responses": rows.responses, "micro_batch_size": size}
+    def ask(self, rows: Rows, size: int, temperature: float) -> list[Tensor]:
+        """One tensor a row: what the service says of these, `size` of them a pass."""
+        asked = {**self._readable(rows), "micro_batch_size": size}
         if self.role == "reference":
-            message["temperature"] = temperature
+            asked["temperature"] = temperature
         started = time.perf_counter()
         try:
-            found = self._service.ask(wire.ROLE_PATHS[self.role], message)
+            found = self._service.ask(wire.ROLE_PATHS[self.role], asked)
             waited = float(wire.float32([found.get("waited_seconds", 0.0)], 1, "waited_seconds"))
             numbers = self._numbers(found, rows)
         except BadMessage as error:
@@ -138,6 +151,10 @@ class RemoteRole:
         self._seconds += time.perf_counter() - started - waited
         return numbers
 
+    def _readable(self, rows: Rows) -> dict[str, Any]:
+        """The rows as the role reads them."""
+        return {"prompts": rows.prompts, "responses": rows.responses}
+
     def _numbers(self, found: dict[str, Any], rows: Rows) -> list[Tensor]:
         if self.role == "reward":
             return list(wire.float32(found.get("scores"), len(rows), "scores"))
@@ -148,6 +165,18 @@ class RemoteRole:
             wire.float32(numbers, len(response), f"log_probs[{number}]")
             for number, (numbers, response) in enumerate(zip(lists, rows.responses, strict=True))
         ]
+
+
+class RemoteReader(RemoteRole):
+    """A reward model of another family, which reads what the actor's tokenizer makes of the ids."""
+
+    def __init__(self, service: Service, tokenizer: Any, *, max_rows: int) -> None:
+        super().__init__(service, "reward", max_rows=max_rows)
+        self._tokenizer = tokenizer
+
+    def _readable(self, rows: Rows) -> dict[str, Any]:
+        texts = {"prompts": rows.prompts, "responses": rows.responses}
+        return {name: [text_of(ids, self._tokenizer) for ids in given] for name, given in texts.items()}
 
 
 @contextlib.contextmanager
@@ -186,6 +215,10 @@ class RemotePolicy(Policy):
         for row, numbers in zip(found, self.remote.answer(rollout, temperature), strict=True):
             row[: len(numbers)] = numbers
         return found, torch.zeros_like(found)
+
+
+class RemoteOwnPolicy(RemotePolicy, OwnPolicy):
+    """One with a model of its own, whose shape is not the actor's."""
 
 
 class ServiceReward:

@@ -21,7 +21,7 @@ from fourfold.errors import RunFailed
 from fourfold.models.loading import load_base
 from fourfold.scoring.service import client
 from fourfold.scoring.service.client import Service
-from fourfold.scoring.service.hosted import Hosted, TooLate
+from fourfold.scoring.service.hosted import Hosted, HostedReward, TooLate
 from fourfold.scoring.service.server import Limits, ScoringServer, is_loopback
 from fourfold.training.inputs import end_of_text
 from tiny_roles import oracle_log_probs, tiny_rollout
@@ -197,8 +197,9 @@ def test_work_that_takes_too_long_is_given_up(hosted: Hosted) -> None:
 
 def test_damaged_weights_give_no_answer(tree: Tree) -> None:
     damaged = hosted_roles(tree, "reward")
-    assert damaged._reward is not None
-    damaged._reward.head.shift.fill_(torch.nan)
+    reward = damaged.held["reward"]
+    assert isinstance(reward, HostedReward)
+    reward.scorer.head.shift.fill_(torch.nan)
     with listening(damaged) as server:
         status, answer = post(server, "/v1/scores", ROWS)
         assert post(server, "/v1/log_probs", ROWS)[0] == 404
