@@ -16,7 +16,8 @@ from fourfold.config.schema import PpoSection, RunConfig
 from fourfold.memory.budget import BatchSizes
 from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Activations, Policy
-from fourfold.rollout.local import LocalSampler, SamplingSettings
+from fourfold.rollout.decoder import SamplingSettings
+from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.sampler import PromptBatch
 from tiny import PAD, VOCABULARY, tiny_directory
 

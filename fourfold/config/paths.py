@@ -32,6 +32,8 @@ def missing_packages(config: RunConfig) -> list[str]:
     for kind, package in (("nf4", "bitsandbytes"), ("int8", "torchao")):
         held_here = {name: str(held) for name, held in config.precision if name != "reward" or not away}
         given = [f"precision.{name} = {held!r}" for name, held in held_here.items() if held.startswith(kind)]
+        if config.sampling.weights.startswith(kind) and "ppo" in config.stages:
+            given.append(f"sampling.weights = {config.sampling.weights!r}")
         reasons = given + (low_bit if package == "bitsandbytes" else [])
         if reasons:
             wanted[package] = " and ".join(reasons)
@@ -41,6 +43,8 @@ def missing_packages(config: RunConfig) -> list[str]:
     in_process = config.reference.engine != "torch" and config.reference.residency != "service"
     if in_process and "ppo" in config.stages:
         wanted["llama_cpp"] = f"reference.engine = {config.reference.engine!r} (the extra llama-cpp)"
+    if config.sampling.engine != "local" and "ppo" in config.stages:
+        wanted["llama_cpp"] = f"sampling.engine = {config.sampling.engine!r} (the extra llama-cpp)"
     hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
     if hub:
         wanted["datasets"] = f"{' and '.join(hub)}, read from the hub"

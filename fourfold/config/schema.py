@@ -102,6 +102,14 @@ class RunConfig(Section):
         elsewhere = not self.reference.model and self.reference.computes_elsewhere
         return self.precision.reference_differs or elsewhere
 
+    @property
+    def importance(self) -> Literal["none", "token", "sequence"]:
+        """What `ppo.importance` comes to."""
+        given = self.ppo.importance
+        if given == "auto":
+            return "token" if self.sampling.differs else "none"
+        return given
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
         found = problems(self)

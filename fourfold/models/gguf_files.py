@@ -5,8 +5,10 @@ The file holds no vocabulary: it is asked about ids only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,17 +45,24 @@ def require_writable(config: Any, key: str) -> None:
     if what:
         raise ValueError(
             f"{key}: {what} cannot be written as GGUF here; allowed: {', '.join(ARCHITECTURES)} with plain rotary "
-            f"positions and full attention; try {key} = 'torch'"
+            f"positions and full attention; leave {key} out"
         )
 
 
 def write_gguf(model: PreTrainedModel, file: Path, weights: Weights) -> None:
     """Write a model, whole or not at all: matrices in float16 or Q8_0, vectors in float32."""
+    with _whole(file) as partial:
+        _write(model, partial, weights)
+
+
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[str]:
+    """A name beside `file`, which what is written there gets at the end; nothing is left of it otherwise."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=".partial-", suffix=".gguf", dir=file.parent)
     os.close(handle)
     try:
-        _write(model, partial, weights)
+        yield partial
         os.rename(partial, file)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -81,6 +90,34 @@ def _write(model: PreTrainedModel, path: str, weights: Weights) -> None:
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+def write_adapters(config: Any, tensors: Mapping[str, tuple[Tensor, Tensor]], file: Path, *, alpha: float) -> None:
+    """Write LoRA adapters, whole or not at all: A and B in float32 by the name of the weight in the whole model.
+
+    llama.cpp computes W x + alpha / rank * B A x.
+    """
+    architecture = ARCHITECTURES[config.model_type]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    with _whole(file) as partial:
+        writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[architecture])
+        try:
+            writer.add_type(gguf.GGUFType.ADAPTER)
+            writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+            writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+            for name, (a, b) in tensors.items():
+                target = names.get_name(name, try_suffixes=(".weight",))
+                assert target is not None, f"{name} has a place in {architecture.name}"
+                if architecture == gguf.MODEL_ARCH.LLAMA:
+                    b = _interleaved(name, b, config)
+                for end, tensor in (("lora_a", a), ("lora_b", b)):
+                    array: Any = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+                    writer.add_tensor(f"{target}.{end}", array)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
 
 
 def _describe(writer: gguf.GGUFWriter, config: Any, weights: Weights) -> None:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def library(key: str) -> Any:
     if importlib.util.find_spec(PACKAGE) is None:
         raise ValueError(
             f"{key}: llama.cpp needs the Python package llama-cpp-python, which is built for minutes when it is "
-            f"installed; try: pip install 'fourfold[llama-cpp]', or {key} = 'torch'"
+            f"installed; try: pip install 'fourfold[llama-cpp]', or leave {key} out"
         )
     # Else it prints what it finds in every file; it takes llama.cpp's warnings for errors.
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
@@ -76,6 +76,33 @@ class LlamaCpp:
         weakref.finalize(self, cpp.llama_batch_free, self._batch)
         self._context: Any = None
         self._cells = 0
+        self._adapters: Any = None
+
+    def take_adapters(self, file: Path) -> None:
+        """Compute with the LoRA adapters in a GGUF file from here on, and no more with those before."""
+        adapters = self._cpp.llama_adapter_lora_init(self._model, str(file).encode())
+        if not adapters:
+            raise RuntimeError(f"llama.cpp cannot put the adapters in {str(file)!r} on {str(self.file)!r}")
+        before, self._adapters = self._adapters, adapters
+        self._put_on_adapters()
+        if before is not None:
+            self._cpp.llama_adapter_lora_free(before)
+
+    def _put_on_adapters(self) -> None:
+        """In a context that may be new."""
+        if self._adapters is None or self._context is None:
+            return
+        one, scale = (self._cpp.llama_adapter_lora_p_ctypes * 1)(self._adapters), (ctypes.c_float * 1)(1.0)
+        if status := self._cpp.llama_set_adapters_lora(self._context, one, 1, scale):
+            raise RuntimeError(f"llama.cpp could not take adapters for {self.file} (status {status})")
+
+    def growing(self, rows: int, tokens: int) -> Growing:
+        """Up to `rows` sequences of `tokens` in all, still without any; what was decoded before is forgotten."""
+        context = self._room(tokens)
+        self._cpp.llama_set_embeddings(context, False)
+        self._cpp.llama_memory_clear(self._cpp.llama_get_memory(context), True)
+        assert rows <= SEQUENCES
+        return Growing(self, context, [0] * rows)
 
     def log_probs(self, rows: Sequence[Ids], starts: Sequence[int], temperature: float) -> Float32[Tensor, "tokens"]:
         """log softmax(logits / temperature) of the tokens of each row from its start on, rows one after the other."""
@@ -131,6 +158,13 @@ class LlamaCpp:
                 if wanted:
                     yield context, wanted
 
+    def decoded(self, context: Any, tokens: Sequence[_Token]) -> list[Any]:
+        """The logits after those tokens of a piece that are `wanted`."""
+        self._decode(context, tokens)
+        read = self._cpp.llama_get_logits_ith
+        wanted = [place for place, token in enumerate(tokens) if token.wanted]
+        return [self._numbers(read(context, place), self.vocabulary).copy() for place in wanted]
+
     def _decode(self, context: Any, tokens: Sequence[_Token]) -> None:
         batch = self._batch
         batch.n_tokens = len(tokens)
@@ -161,7 +195,31 @@ class LlamaCpp:
             if not self._context:
                 raise RuntimeError(f"llama.cpp could not make a context of {cells} tokens for {self.file}")
             self._free = weakref.finalize(self, cpp.llama_free, self._context)
+            self._put_on_adapters()
         return self._context
+
+
+class Growing:
+    """Sequences that get tokens piece by piece, beside each other; `lengths` are those so far."""
+
+    def __init__(self, engine: LlamaCpp, context: Any, lengths: list[int]) -> None:
+        self._engine = engine
+        self._context = context
+        self._lengths = lengths
+
+    def logits_after(self, more: Mapping[int, Ids]) -> Float32[Tensor, "rows vocab"]:
+        """Append these tokens to these sequences: the logits after the last one of each, in their order."""
+        tokens = [
+            _Token(id, self._lengths[sequence] + place, sequence, place + 1 == len(ids))
+            for sequence, ids in more.items()
+            for place, id in enumerate(ids)
+        ]
+        for sequence, ids in more.items():
+            self._lengths[sequence] += len(ids)
+        found = []
+        for start in range(0, len(tokens), PIECE_TOKENS):
+            found += self._engine.decoded(self._context, tokens[start : start + PIECE_TOKENS])
+        return torch.from_numpy(numpy.stack(found))
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[range]:

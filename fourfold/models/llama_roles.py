@@ -138,10 +138,10 @@ def torch_reference(config: RunConfig, base: Base, actor: Policy) -> PreTrainedM
     return whole_model(config, base, actor)[0]
 
 
-def verify_engine(engine: Engine, model: PreTrainedModel, tokenizer: Any, asked: str) -> float:
+def verify_engine(engine: Engine, model: PreTrainedModel, tokenizer: Any, asked: str, key: str = KEY) -> float:
     """Mean |difference| of log-probs from torch's on the probe; ValueError beyond the bound.
 
-    `asked` is the file or the server that is run.
+    `asked` is the file or the server that is run, `key` the setting that asks for it.
     """
     rows = probe_rows(tokenizer)
     truth = torch.cat([torch_log_probs(model, row) for row in rows])
@@ -149,9 +149,9 @@ def verify_engine(engine: Engine, model: PreTrainedModel, tokenizer: Any, asked:
     gap = float((found - truth).abs().mean())
     if not gap <= BOUND:
         raise ValueError(
-            f"{KEY}: on a probe of {len(truth)} tokens llama.cpp's log-probs are {gap:.2g} nats a token from torch's "
+            f"{key}: on a probe of {len(truth)} tokens llama.cpp's log-probs are {gap:.2g} nats a token from torch's "
             f"of the same model, on average (allowed {BOUND:g}); this build of llama.cpp computes wrong numbers, or "
-            f"{asked} holds another model; try another version of llama-cpp-python, or {KEY} = 'torch'"
+            f"{asked} holds another model; try another version of llama-cpp-python, or leave {key} out"
         )
     return gap
 

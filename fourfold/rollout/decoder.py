@@ -36,6 +36,7 @@ class SamplingSettings:
     max_new_tokens: int
     temperature: float
     stop_strings: tuple[str, ...] = ()
+    weights: str = "as_trained"  # or the kind in which decoding holds what is trained (memory/quantization.py)
 
 
 class Drawn:

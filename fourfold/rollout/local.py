@@ -25,6 +25,7 @@ from fourfold.models.slot_cache import OneToken
 from fourfold.models.split import Part
 from fourfold.models.trunk import copy_trunk
 from fourfold.rollout.decoder import Decoder, Drawn, SamplingSettings
+from fourfold.rollout.quantised import quantised_policy
 from fourfold.rollout.sampler import Listener, PromptBatch
 
 
@@ -86,6 +87,22 @@ class LocalSampler:
         assert self._listener is not None
         self._listener.finished(rows, *self._joined(drawn, rows, prompts, policy_version))
 
+    @torch.no_grad()
+    def taken_up(self, rollout: Rollout) -> tuple[Rollout, Activations]:
+        """Responses that another engine drew, with the training engine's log-probs and the trunk's activations."""
+        inputs, trunk = rollout.sequences, self._base.trunk
+        if trunk is not None and self._policy.trunk is None:
+            shape = (*inputs.shape, trunk.hidden_size)
+            inputs = torch.zeros(shape, dtype=trunk.compute_dtype, device=inputs.device)
+
+            def through(piece: slice) -> None:
+                inputs[piece] = trunk(rollout.sequences[piece], rollout.attention_mask[piece])
+
+            with self._scored_rows.working("actor"):
+                self._scored_rows.through(len(inputs), through)
+        activations = Activations(inputs, rollout.attention_mask)
+        return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
+
     def _joined(
         self, drawn: Drawn, rows: Sequence[int], prompts: PromptBatch, policy_version: int
     ) -> tuple[Rollout, Activations]:
@@ -130,6 +147,8 @@ class LocalSampler:
 
     def _current_policy(self) -> Policy:
         """The policy in the compute type: casting its masters once a rollout is cheaper than once a token."""
+        if self._settings.weights != "as_trained":
+            return quantised_policy(self._policy, self._base, self._settings.weights)
         masters = any(p.dtype == torch.float32 and p.ndim >= 2 for p in _all_parameters(self._policy))
         if not self._half or not masters or is_adapted(self._policy.branch):
             return self._policy  # adapters are too small for their casts to count

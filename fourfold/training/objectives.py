@@ -7,7 +7,8 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_loss
 from fourfold.algorithms.log_probs import Entropy, recomputed_tokens
 from fourfold.algorithms.losses import entropy_sum, policy_loss, value_loss
-from fourfold.algorithms.masking import masked_sum
+from fourfold.algorithms.masking import masked_mean, masked_sum
+from fourfold.algorithms.off_policy import capped_share, effective_sample_share, importance_weights
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
 from fourfold.models.roles import Policy
@@ -27,15 +28,41 @@ def wanted_entropy(settings: PpoSection) -> Entropy:
     return "learn" if settings.entropy_coef else "report"
 
 
+def sample_weights(part: Experience, settings: PpoSection) -> Tensor:
+    """What each token counts, by how likely the training engine and the sampler found it: float32 [batch, response].
+
+    Entropy and values are not weighted: they are exact in the states that the sampler has reached.
+    """
+    mask = part.response_mask
+    assert settings.importance != "auto", "resolved when a run begins"
+    if settings.importance == "none":
+        return mask.float()
+    return importance_weights(
+        part.log_probs, part.sampler_log_probs, mask, settings.importance, cap=settings.importance_cap
+    )
+
+
+def weight_metrics(experience: Experience, settings: PpoSection) -> dict[str, float]:
+    """What the weights are like that the actor learns with; nothing where all tokens weigh alike."""
+    if settings.importance == "none":
+        return {}
+    mask, weights = experience.response_mask, sample_weights(experience, settings)
+    return {
+        "importance_weight_mean": float(masked_mean(weights, mask)),
+        "importance_capped_share": capped_share(weights, mask, settings.importance_cap),
+        "effective_sample_share": effective_sample_share(weights, mask),
+    }
+
+
 def policy_objective(
     actor: Policy, log_probs: Tensor, entropy: Tensor, part: Experience, settings: PpoSection, totals: Totals
 ) -> tuple[Tensor, float]:
     """The actor's objective, and the sum over tokens of KL(old, new)."""
-    mask = part.response_mask
+    mask, weights = part.response_mask, sample_weights(part, settings)
     loss = policy_loss(
         log_probs,
         part.log_probs,
-        part.advantages,
+        weights * part.advantages,  # the loss is proportional to them
         mask,
         clip_eps_low=settings.clip_eps,
         clip_eps_high=settings.clip_eps_high or settings.clip_eps,
@@ -47,7 +74,7 @@ def policy_objective(
         objective = objective - settings.entropy_coef * entropy_total
     if settings.kl_loss_coef:
         kl = kl_loss(log_probs, part.ref_log_probs, settings.kl_loss_estimator)
-        objective = objective + settings.kl_loss_coef * masked_sum(kl, mask)
+        objective = objective + settings.kl_loss_coef * masked_sum(weights * kl, mask)
     totals.sums["policy_loss"] += float(loss.loss_sum.detach())
     totals.sums["entropy"] += float(entropy_total.detach())
     totals.sums["ratio"] += float(loss.ratio_sum)

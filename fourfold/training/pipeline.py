@@ -38,9 +38,11 @@ Say = Callable[[str], None]
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The settings with everything that depends on the machine filled in."""
+    """The settings with everything that depends on the machine, or on other settings, filled in."""
     compute = resolve_compute(config.precision.compute, device_of(config))
-    return config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
+    precision = config.precision.model_copy(update={"compute": compute})
+    ppo = config.ppo.model_copy(update={"importance": config.importance})
+    return config.model_copy(update={"precision": precision, "ppo": ppo})
 
 
 def prepare(config: RunConfig) -> RunConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,19 @@ from fourfold.memory.budget import BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.external import External
+from fourfold.models.llama_actor import LlamaActor
 from fourfold.models.loading import Base
 from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
 from fourfold.models.roles import Scorer
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
-from fourfold.rollout.local import LocalSampler, SamplingSettings
+from fourfold.rollout.decoder import SamplingSettings
+from fourfold.rollout.guarded import GuardedSampler
+from fourfold.rollout.llama_cpp import LlamaSampler
+from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
+from fourfold.rollout.sampler import Sampler
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.external import ExternalReward
 from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
@@ -100,6 +105,7 @@ def build_trainer(
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         stop_strings=sampling.stop_strings,
+        weights=sampling.weights,
     )
     _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
@@ -113,7 +119,7 @@ def build_trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=LocalSampler(models.base, models.actor, settings, sizes, ahead),
+        sampler=_sampler(config, models, settings, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
@@ -137,6 +143,20 @@ def build_trainer(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )
     return trainer
+
+
+def _sampler(
+    config: RunConfig, models: FourModels, settings: SamplingSettings, sizes: BatchSizes, ahead: Ahead | None
+) -> Sampler:
+    """The sampler of the settings; one with another distribution stands under guard."""
+    exact = LocalSampler(models.base, models.actor, replace(settings, weights="as_trained"), sizes, ahead)
+    if not config.sampling.differs:
+        return exact
+    if config.sampling.engine == "local":
+        quick: Sampler = LocalSampler(models.base, models.actor, settings, sizes, ahead)
+    else:
+        quick = LlamaSampler(models.base, LlamaActor(config, models.base, models.actor), settings, exact)
+    return GuardedSampler(quick, exact, config.sampling.max_gap)
 
 
 def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:

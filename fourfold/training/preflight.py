@@ -254,7 +254,7 @@ def _measure(
     _require(
         "sampler and trainer disagree on log-probs",
         sampler,
-        bounds.sampler,
+        _sampler_bound(config, bounds),
         "temperature, positions or weights differ in the sampler",
     )
     return result
@@ -305,6 +305,13 @@ def _require_small(bias: ReferenceBias, found: Preflight, config: RunConfig) -> 
             f"actor's own numerics ({precision.compute}), whose size is {bias.absolute_mean:.2e} on average and "
             f"{bias.absolute_max:.2e} at most; leave out {' and '.join(filter(causes.get, causes))}, or allow more"
         )
+
+
+def _sampler_bound(config: RunConfig, bounds: Bounds) -> tuple[float, float]:
+    """Of a sampler with another distribution what its guard lets through: its own, or the exact one's."""
+    if not config.sampling.differs:
+        return bounds.sampler
+    return max(config.sampling.max_gap, bounds.sampler[0]), math.inf
 
 
 def _gap(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, float]:

@@ -22,7 +22,8 @@ from fourfold.models.roles import Policy
 from fourfold.models.storage import load_own_tensors, load_role
 from fourfold.models.trunk import trainable_copy
 from fourfold.models.whole import whole_model
-from fourfold.rollout.local import LocalSampler, SamplingSettings
+from fourfold.rollout.decoder import SamplingSettings
+from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore

@@ -83,6 +83,7 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
         for name in ("k1", "k3")
     )
     gap = (scored.sampler_log_probs - scored.log_probs).abs()[mask]
+    sampler_kl = kl_estimate(scored.sampler_log_probs, scored.log_probs, "k3")[mask]
     return {
         "kl_per_sequence_mean": kl / rows,
         "kl_per_token_mean": kl / tokens,
@@ -93,6 +94,7 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
         "eos_share": float((~scored.truncated).float().mean()),
         "sampler_gap_mean": float(gap.mean()),
         "sampler_gap_max": float(gap.max()),
+        "sampler_kl_k3_per_token_mean": float(sampler_kl.mean()),
     }
 
 

@@ -20,7 +20,7 @@ from fourfold.models.roles import Activations, casts_once, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.joint import joint_step
 from fourfold.training.learner import Learned, Learner, Lesson, Steps, Totals
-from fourfold.training.objectives import policy_objective, value_objective, wanted_entropy
+from fourfold.training.objectives import policy_objective, value_objective, wanted_entropy, weight_metrics
 
 __all__ = ["Learned", "Learner", "update"]
 
@@ -58,6 +58,8 @@ def update(
             break
         totals.sums["epochs_run"] += 1
     metrics = totals.metrics(learner) | {"early_stopped": float(stopped)}
+    if train_actor:
+        metrics |= weight_metrics(experience, settings)
     return Learned(metrics, totals.actor, totals.critic, totals.trunk)
 
 

@@ -13,7 +13,8 @@ import torch
 from fourfold.algorithms.log_probs import fused_log_probs
 from fourfold.memory.budget import BatchSizes
 from fourfold.models import heads
-from fourfold.rollout.local import LocalSampler, SamplingSettings
+from fourfold.rollout.decoder import SamplingSettings
+from fourfold.rollout.local import LocalSampler
 from fourfold.training.state import Progress
 from fourfold.training.trainer import Trainer
 from training.runs import (

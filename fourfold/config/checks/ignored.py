@@ -53,6 +53,15 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:
         because("ppo.kl_loss_coef = 0 puts no KL into the loss", "ppo", "kl_loss_estimator")
+    if config.importance == "none":
+        because(f"ppo.importance = {config.ppo.importance!r} weighs all tokens alike here", "ppo", "importance_cap")
+    if not config.sampling.differs:
+        because("the local sampler draws from what is trained", "sampling", "max_gap")
+    if config.sampling.engine != "local":
+        because(f"sampling.engine = {config.sampling.engine!r} holds its weights itself", "sampling", "weights")
+        because(
+            f"sampling.engine = {config.sampling.engine!r} draws as many rows at once as fit", "sampling", "batch_size"
+        )
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
     if config.data.prompts_test is None:

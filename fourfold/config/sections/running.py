@@ -6,10 +6,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fourfold.config.sections.base import Count, PositiveInt, Section
+from fourfold.config.sections.base import Count, PositiveFloat, PositiveInt, Section
 
 
 class SamplingSection(Section):
+    engine: Literal["local", "llama_cpp", "llama_cpp_q8_0"] = Field(
+        default="local",
+        description="What draws responses: this program, or llama.cpp on the CPU (extra llama-cpp), with the base "
+        "written as GGUF, its matrices in float16 or in Q8_0, and the adapters written after every update (needs "
+        "sharing.mode = 'adapters'). At every start its log-probs are compared with torch's.",
+    )
+    weights: Literal["as_trained", "int8", "int8_dynamic", "nf4"] = Field(
+        default="as_trained",
+        description="How engine = 'local' holds the layers that are trained while it draws: in the compute type, or "
+        "their matrices in fewer bits, which is another distribution (ppo.importance). A frozen trunk stays as it is.",
+    )
+    max_gap: PositiveFloat = Field(
+        default=0.2,
+        description="Largest mean size, in nats a token, of the difference between log-probs of a sampler with another "
+        "distribution and the training engine's; a rollout beyond it is drawn again in the training precision.",
+    )
     max_new_tokens: PositiveInt = Field(default=24, description="Longest response, in tokens (EOS included).")
     temperature: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
         default=1.0, description="Logits are divided by it in sampling and in every log-prob (actor, reference, old)."
@@ -32,6 +48,11 @@ class SamplingSection(Section):
     )
     top_p: float = Field(default=1.0, description="Only 1.0: truncated sampling breaks the on-policy assumption.")
     top_k: int = Field(default=0, description="Only 0: truncated sampling breaks the on-policy assumption.")
+
+    @property
+    def differs(self) -> bool:
+        """Whether responses come from another distribution than the trained one, by more than the order of sums."""
+        return self.engine != "local" or self.weights != "as_trained"
 
     @model_validator(mode="after")
     def _refuse_truncated_sampling(self) -> SamplingSection:

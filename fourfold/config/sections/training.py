@@ -132,6 +132,14 @@ class PpoSection(OptimizerSection):
     )
     clip_eps_high: NonNegativeFloat = Field(default=0.0, description="Upper clip range; 0 means clip_eps.")
     dual_clip: NonNegativeFloat = Field(default=0.0, description="Dual-clip constant c > 1; 0 switches it off.")
+    importance: Literal["auto", "none", "token", "sequence"] = Field(
+        default="auto",
+        description="Weight of what the actor learns from a token: the ratio of its probabilities in the training "
+        "engine and in the sampler that drew it ('token'), or of the whole response's ('sequence'), cut at "
+        "importance_cap. 'auto': 'token' where the sampler has another distribution (sampling.engine, "
+        "sampling.weights), else 'none'.",
+    )
+    importance_cap: PositiveFloat = Field(default=2.0, description="Largest importance weight.")
     value_clip_eps: NonNegativeFloat = Field(default=0.2, description="Clip range of the value's move; 0: no clip.")
     value_coef: PositiveFloat = Field(default=1.0, description="Factor of the value loss.")
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="Factor of the entropy bonus.")

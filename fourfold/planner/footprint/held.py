@@ -9,7 +9,7 @@ from fourfold.planner.bill import MOMENTS, Item, Moment, Tier
 from fourfold.planner.footprint.form import Form
 from fourfold.planner.footprint.passes import Texts
 from fourfold.planner.footprint.roles import Cast, Role, lora_numbers, part_bytes
-from fourfold.planner.quantization import GGUF_BYTES
+from fourfold.planner.quantization import GGUF_BYTES, QUANTIZED
 from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
@@ -111,15 +111,22 @@ def _layer_bytes(form: Form) -> int:
 def sampler_copy(scene: Scene, cast: Cast) -> Iterator[Item]:
     """The policy in the compute type, from whose masters no token could be sampled quickly (rollout/local.py)."""
     role, compute = cast.actor, WIDTHS[scene.compute]
-    if compute == 4 or role.form.lora is not None or role.form.matrices != 4:
+    kind, trunk = scene.config.sampling.weights, cast.trunk
+    quantised = kind in QUANTIZED
+    if role.form.lora is not None or (not quantised and (compute == 4 or role.form.matrices != 4)):
         return
     matrices = role.matrix_numbers()
     size = matrices * compute + (role.trained_numbers() - matrices) * 4
     moments = AFTER_LOAD
     why = f"{matrices:,} numbers in matrices x {compute} bytes, vectors in float32"
+    if quantised:
+        narrow = replace(role.form, trained=False, matrices=compute)
+        size -= part_bytes(narrow) - part_bytes(replace(narrow, quantized=kind))
+        trunk = replace(trunk, quantized=kind) if trunk is not None else None
+        moments, why = frozenset({Moment("generate", "actor")}), f"matrices of decoder layers in {kind}, {why}"
     if cast.trained_trunk is not None:
         moments = frozenset({Moment("generate", "actor")})
-        size += part_bytes(cast.trunk) if cast.trunk is not None else 0
+        size += part_bytes(trunk) if trunk is not None else 0
         why += ", and the trunk with it"
     yield Item("actor", "weights", size, moments, why=f"the sampler's copy: {why}")
 

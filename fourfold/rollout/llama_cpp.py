@@ -1,0 +1,107 @@
+"""Responses drawn by llama.cpp, on the CPU, from the actor in float16 or Q8_0.
+
+Rows have the random numbers that they have in the local sampler, so that what differs is the engine's rounding. The
+engine gives ids and log-probs; one batched pass of the training engine gives activations and log-probs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fourfold.batch import Rollout
+from fourfold.errors import RunFailed
+from fourfold.models.llama_actor import LlamaActor
+from fourfold.models.llama_cpp import SEQUENCES, LlamaCpp
+from fourfold.models.loading import Base
+from fourfold.models.roles import Activations
+from fourfold.rollout.decoder import SamplingSettings
+from fourfold.rollout.draw import draw_tokens
+from fourfold.rollout.local import LocalSampler
+from fourfold.rollout.sampler import PromptBatch
+
+
+@dataclass
+class _Response:
+    """What was drawn for a row."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    ended: bool = False
+
+
+class LlamaSampler:
+    """Draws from `actor`; `exact` says what the training engine makes of it."""
+
+    def __init__(self, base: Base, actor: LlamaActor, settings: SamplingSettings, exact: LocalSampler) -> None:
+        self._base = base
+        self._actor = actor
+        self._settings = settings
+        self._exact = exact
+
+    @torch.no_grad()
+    def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
+        """One response a row, as many rows side by side as the engine takes."""
+        engine, responses = self._actor.current(), list[_Response]()
+        for start in range(0, len(prompts.tokens), SEQUENCES):
+            chosen = slice(start, start + SEQUENCES)
+            responses += self._drawn(engine, prompts.tokens[chosen], prompts.seeds[chosen])
+        return self._exact.taken_up(self._rollout(prompts, responses, policy_version))
+
+    def _drawn(self, engine: LlamaCpp, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[_Response]:
+        """Responses to these prompts; a row that has ended leaves the batch."""
+        limit = self._settings.max_new_tokens
+        uniforms = torch.stack(
+            [torch.rand(limit, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+        )
+        responses = [_Response([], []) for _ in prompts]
+        growing = engine.growing(len(prompts), sum(map(len, prompts)) + len(prompts) * limit)
+        more = {row: list(tokens) for row, tokens in enumerate(prompts)}
+        for t in range(limit):
+            drawn = draw_tokens(growing.logits_after(more) / self._settings.temperature, uniforms[list(more), t])
+            if drawn is None:
+                raise RunFailed(
+                    f"generate: llama.cpp's logits for response token {t} are not finite; the actor's weights are "
+                    "damaged or the learning rate is too high; the last good checkpoint is kept"
+                )
+            tokens, log_probs = (each.tolist() for each in drawn)
+            for row, token, log_prob in zip(more, tokens, log_probs, strict=True):
+                responses[row].tokens.append(token)
+                responses[row].log_probs.append(log_prob)
+                responses[row].ended = token in self._base.eos_ids or self._completes_stop_string(responses[row])
+            more = {row: responses[row].tokens[-1:] for row in more if not responses[row].ended}
+            if not more:
+                break
+        return responses
+
+    def _completes_stop_string(self, response: _Response) -> bool:
+        stops = self._settings.stop_strings
+        text = self._base.tokenizer.decode(response.tokens, skip_special_tokens=False) if stops else ""
+        return any(stop in text for stop in stops)
+
+    def _rollout(self, prompts: PromptBatch, responses: Sequence[_Response], policy_version: int) -> Rollout:
+        """Still without the training engine's log-probs."""
+        width, longest = max(map(len, prompts.tokens)), max(len(each.tokens) for each in responses)
+        shape = (len(responses), longest)
+        sequences = torch.full((len(responses), width + longest), self._base.pad_id)
+        prompt_mask = torch.zeros((len(responses), width), dtype=torch.bool)
+        response_mask, log_probs = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+        for row, (prompt, response) in enumerate(zip(prompts.tokens, responses, strict=True)):
+            count = len(response.tokens)
+            sequences[row, width - len(prompt) : width + count] = torch.tensor([*prompt, *response.tokens])
+            prompt_mask[row, width - len(prompt) :] = True
+            response_mask[row, :count] = True
+            log_probs[row, :count] = torch.tensor(response.log_probs)
+        rollout = Rollout(
+            prompt_mask=prompt_mask,
+            response_mask=response_mask,
+            sequences=sequences,
+            log_probs=torch.zeros(shape),
+            sampler_log_probs=log_probs,
+            truncated=torch.tensor([not each.ended for each in responses]),
+            policy_version=torch.full((len(responses),), policy_version),
+            prompt_id=torch.tensor(list(prompts.prompt_ids)),
+        )
+        return rollout.to(next(self._base.policy.parameters()).device)
