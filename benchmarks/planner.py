@@ -140,8 +140,8 @@ class Measured:
     lengths: Lengths
 
 
-def measure(case: Case, folder: Path) -> Measured:
-    """A run of the case in a process of its own."""
+def carry_out(case: Case, folder: Path, steps: int = 1) -> tuple[dict[str, Any], Lengths]:
+    """A run of the case in a process of its own: what it found, and how long its texts were."""
     from benchmarks.planner_models import make_model, make_reward
 
     rows, prompt, _, _ = case.batch
@@ -153,24 +153,33 @@ def measure(case: Case, folder: Path) -> Measured:
     shutil.rmtree(folder / "run", ignore_errors=True)  # or the worker would go on with the run of the case before
     make_reward(tree, folder / "reward")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.planner_worker"],
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.planner_worker", str(steps)],
         cwd=ROOT, input=json.dumps(tree), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     if done.returncode != 0:
         raise ValueError(f"{case.name}: the worker ended with {done.returncode}; its messages stand above")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    drawn = Lengths(
-        prompt, max(found["response_length_max"]), statistics.mean(lengths), min(found["response_length_mean"])
-    )
-    return Measured(found["tensors"], found["resident"], found["resting"], drawn)
+    longest, mean = max(found["response_length_max"]), statistics.mean(found["response_length_mean"])
+    return found, Lengths(prompt, longest, statistics.mean(lengths), mean)
+
+
+def measure(case: Case, folder: Path) -> Measured:
+    """Bytes of a run of the case."""
+    found, lengths = carry_out(case, folder)
+    return Measured(found["tensors"], found["resident"], found["resting"], lengths)
+
+
+def scene_of(case: Case, folder: Path, lengths: Lengths, cluster: Cluster) -> Scene:
+    """The same run as the planner is told of it."""
+    config = parse_config(settings(case, folder), "the benchmark")
+    shape = json.loads((folder / case.model / "config.json").read_text(encoding="utf-8"))
+    return Scene(config, {"base": Architecture.from_config(shape)}, cluster, lengths)
 
 
 def predict(case: Case, folder: Path, lengths: Lengths) -> Footprint:
     """The planner's bill of the same run."""
-    config = parse_config(settings(case, folder), "the benchmark")
-    shape = json.loads((folder / case.model / "config.json").read_text(encoding="utf-8"))
     device = Device("this machine", "cpu", 1, 1.0, {"float32": 1.0})
-    return footprint(Scene(config, {"base": Architecture.from_config(shape)}, Cluster(Node(device)), lengths))
+    return footprint(scene_of(case, folder, lengths, Cluster(Node(device))))
 
 
 def tensors(bill: Footprint, moment: Moment) -> int:

@@ -1,7 +1,8 @@
-"""One measured run of benchmarks/planner.py, in a process of its own: the peak bytes of live tensors, moment by moment.
+"""One measured run of benchmarks/planner.py and planner_time.py, in a process of its own: bytes and seconds.
 
-Reads a configuration (JSON) from standard input and prints a JSON object: bytes by moment, counted tensor by tensor
-(fourfold.memory.tensors) and as resident memory, and the lengths that were drawn.
+Takes a number of PPO steps, reads a configuration (JSON) from standard input, and prints a JSON object: bytes by
+moment, as resident memory and (with memory.count_tensors) tensor by tensor, seconds of each step's phases, and the
+lengths that were drawn.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from fourfold.training.ppo import build_trainer, check_trained_gradients, reward
 
 def main() -> int:
     """Measure and print."""
-    print(json.dumps(measured(parse_config(json.load(sys.stdin), "the benchmark"))))
+    print(json.dumps(measured(parse_config(json.load(sys.stdin), "the benchmark"), steps=int(sys.argv[1]))))
     return 0
 
 
-def measured(config: RunConfig, steps: int = 1) -> dict[str, Any]:
-    """Bytes of the moments of `steps` PPO steps and of a checkpoint."""
+def measured(config: RunConfig, steps: int) -> dict[str, Any]:
+    """Bytes of the moments of `steps` PPO steps and of a checkpoint, and seconds of the steps' phases."""
     config, folder = prepare(config), Path(config.output)
     device = device_of(config)
-    meter = PhaseMeter(device, count_tensors=True)
+    meter = PhaseMeter(device, count_tensors=config.memory.count_tensors)
     with meter.phase("load"):
         base = load_base(config)
         models = assemble(config, base, None, Path(config.reward.checkpoint) if config.reward.of_the_base else None)
@@ -60,6 +61,7 @@ def measured(config: RunConfig, steps: int = 1) -> dict[str, Any]:
         "tensors": {moment(span): span.tensor_peak_bytes for span in spans},
         "resident": {moment(span): span.peak_bytes for span in spans},
         "resting": resting,
+        "seconds": {phase: [row[f"{phase}_seconds"] for row in rows] for phase in ("generate", "score", "learn")},
         "response_length_mean": [row["response_length_mean"] for row in rows],
         "response_length_max": [row["response_length_max"] for row in rows],
         "torch": torch.__version__,

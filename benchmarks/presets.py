@@ -1,8 +1,8 @@
 """What the files in examples/levers come to: reads finished runs of them, several seeds each, and writes a result.
 
 `python -m benchmarks.presets RUN [RUN ...]` takes the runs' folders, named after their file and, but for the first
-seed, a number: runs/levers/lora, runs/levers/lora-1. Medians and spread are over the seeds of a file. Tensors are counted
-where a run was given `memory.count_tensors`, which makes its seconds longer: one seed with it is enough.
+seed, a number: runs/levers/lora, runs/levers/lora-1. Medians and spread are over the seeds of a file. Tensors are
+counted where a run was given `memory.count_tensors`, which makes its seconds longer: one seed with it is enough.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.levers_table import declared_table, levers_table
+from benchmarks.limit import limit_table
+from benchmarks.peer_table import peer_table
 from benchmarks.planner_table import planner_table
 from benchmarks.presets import presets_table
 from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, read_results, side_line
@@ -49,6 +51,10 @@ def table(result: Result) -> str:
         return "\n".join(levers_table(result))
     if "presets" in result.config:
         rows = presets_table(result)
+    elif result.name.partition("-")[0] == "peer":
+        rows = peer_table(result)
+    elif result.name.partition("-")[0] == "limit":
+        rows = limit_table(result)
     elif "planner" in result.config:
         rows = planner_table(result)
     else:

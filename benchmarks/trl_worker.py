@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("model", "prompts"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("prompt-tokens", "new-tokens", "batch", "epochs", "updates", "threads", "seed"):
+    for name in ("prompt-tokens", "new-tokens", "batch", "micro-batch", "epochs", "updates", "threads", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     return parser.parse_args()
@@ -104,8 +104,8 @@ def build_trainer(args: argparse.Namespace, tokenizer: Any, prompts: Dataset, ou
 
     settings = PPOConfig(
         output_dir=out,
-        per_device_train_batch_size=args.batch,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=args.batch // args.micro_batch,
         local_rollout_forward_batch_size=args.batch,
         total_episodes=args.batch * args.updates,
         num_ppo_epochs=args.epochs,

@@ -72,6 +72,7 @@ def worker_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--new-tokens", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True, help="rows of a pass that learns")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)

@@ -50,7 +50,9 @@ def make(
         [MAKE, *arguments], cwd=folder, env=variables | {"PATH": str(tools)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return (folder / "calls").read_text().splitlines(), done.stderr
+    calls = (folder / "calls").read_text().splitlines()
+    assert calls.pop() == "-m tools.precompile", "when everything is installed, what runs import is compiled"
+    return calls, done.stderr
 
 
 @pytest.mark.parametrize("offered", [CUDA, CUDA_TOOLKIT])

@@ -1,15 +1,17 @@
-"""Measure what a lever does to a run's own models, on its held-out data, or what this machine can do.
+"""Measure what a lever does to a run's own models, what this machine can do, and how near to that a run comes.
 
 quantization: reference and reward model with their weights in 8 or 4 bits, and run by llama.cpp (extra llama-cpp: in
 float16, in Q8_0, or the .gguf file that model.path names), beside the same as the run holds them. The
 models are those that the stages sft and reward have left in the output folder, or the base model.
 machine: products, memory, disk and the way to a GPU, for plans with `--hardware detect`.
+limit: PPO steps of a configuration, phase by phase, beside the time that an ideal program would need.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from fourfold.planner.quantization import BY_LLAMA_CPP, QUANTIZED
 
@@ -20,6 +22,12 @@ Columns: reference MiB and reward MiB, the whole models with embedding and head.
 log p(quantised), nats a token, which such a reference adds to the KL that is measured; |d log p|: mean of its size; KL:
 the exact KL over the vocabulary. |d score|: mean difference of scores in their standard deviations; rank corr.:
 Spearman's; pairs: held-out pairs ranked as people do. speed: tokens a second relative to as held.
+"""
+
+LIMIT_COLUMNS = """\
+Columns: limit, the seconds of the same work at the measured rates of its products and of memory, whichever takes longer
+in each pass (docs/speed.md); share, limit / seconds; MFU, FLOPs / (seconds x the best rate of the compute type); FLOPs,
+those that the algorithm cannot do without; waits for, what the limit waits for; peak, bytes as in metrics.jsonl.
 """
 
 
@@ -34,13 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    quantization.add_argument("config", help="TOML file of settings, as for `fourfold run`")
-    quantization.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a setting"
-    )
+    _with_config(quantization)
     quantization.add_argument("--kinds", default=",".join(KINDS), help="kinds, by commas (default: %(default)s)")
     quantization.add_argument("--rows", type=int, default=128, help="texts, and pairs, at most (default %(default)s)")
-    quantization.add_argument("--json", metavar="FILE", help="also write everything there")
     quantization.set_defaults(bench=_quantization)
     machine = what.add_parser(
         "machine",
@@ -50,6 +54,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument("--folder", metavar="FOLDER", help="where the disk is measured (default: the temporary one)")
     machine.set_defaults(bench=_machine)
+    limit = what.add_parser(
+        "limit",
+        help="PPO steps by phase: seconds, share of the limit, MFU, tokens a second, peak bytes",
+        description="Run a few PPO steps of a configuration and set beside them the time that an ideal program needs.",
+        epilog=LIMIT_COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _with_config(limit)
+    limit.add_argument("--steps", type=int, default=3, help="steps that count, after one that warms up (%(default)s)")
+    limit.set_defaults(bench=_limit)
+
+
+def _with_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="TOML file of settings, as for `fourfold run`")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a setting"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,16 +105,45 @@ def _quantization(args: argparse.Namespace) -> int:
     from fourfold.config import load_config
 
     config = load_config(args.config, args.overrides)
+    from rich.console import Console
+
+    from fourfold.training.quantization_bench import bench_quantization, table
+
+    report = bench_quantization(config, kinds, args.rows, _say)
+    Console().print(table(report))
+    _write(args.json, report.as_dict())
+    return 0
+
+
+def _limit(args: argparse.Namespace) -> int:
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: allowed are 1 or more")
+    from fourfold.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    if "ppo" not in config.stages:
+        raise ValueError(f"{args.config}: stages are {list(config.stages)}; measured are steps of ppo; add it")
+    from rich.console import Console
+
+    from fourfold.training.limit_bench import bench_limit, table
+
+    report = bench_limit(config, args.steps, _say)
+    Console().print(table(report))
+    _write(args.json, report.as_dict())
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _write(file: str | None, report: dict[str, Any]) -> None:
+    """Where `--json` names a file."""
+    if not file:
+        return
     import json
     from pathlib import Path
 
-    from rich.console import Console
-
     from fourfold.files import write_atomically
-    from fourfold.training.quantization_bench import bench_quantization, table
 
-    report = bench_quantization(config, kinds, args.rows, lambda line: print(line, file=sys.stderr, flush=True))
-    Console().print(table(report))
-    if args.json:
-        write_atomically(Path(args.json).expanduser(), json.dumps(report.as_dict(), indent=2) + "\n")
-    return 0
+    write_atomically(Path(file).expanduser(), json.dumps(report, indent=2) + "\n")

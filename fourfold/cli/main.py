@@ -27,7 +27,7 @@ COMMANDS = {
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",
-    "bench": "measure what weights in fewer bits do to a run's models, or what this machine can do",
+    "bench": "measure a run's steps against their limit, weights in fewer bits, or this machine",
 }
 
 

@@ -8,6 +8,9 @@ Exit codes: 0 a plan fits, 2 bad input, 3 no plan fits.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 NOTHING_FITS = 3
@@ -52,8 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`fourfold plan CONFIG|MODEL`."""
     for option, given, name in (("--save", args.save, "plan.toml"), ("--page", args.page, "plan.html")):
-        if given and Path(given).is_dir():
+        file = Path(given or name).expanduser()
+        if given and file.is_dir():
             raise ValueError(f"{option} {given}: is a folder; give the name of a file, such as {given}/{name}")
+        if not file.parent.is_dir():
+            raise ValueError(f"{option} {given}: there is no folder {str(file.parent)!r}; make it, or give another one")
     import json
 
     from rich.console import Console
@@ -77,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         refuse=args.refuse,
         overrides=args.overrides,
     )
-    found = answer(asked, as_given=args.as_given)
+    with _without_collector():
+        found = answer(asked, as_given=args.as_given)
     best = found.plans[0]
     if args.save and best.fits:
         write_atomically(Path(args.save).expanduser(), plan_toml(best))
@@ -95,3 +102,15 @@ def run(args: argparse.Namespace) -> int:
         if args.page:
             print(f"{args.page} written; open it in a browser")
     return 0 if best.fits else NOTHING_FITS
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Within, Python looks for no cycles: a search makes a million small objects, none of which is part of one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -86,11 +86,11 @@ class RunConfig(Section):
     def optimizer_steps(self) -> dict[str, int]:
         """Of actor and critic in the whole stage ppo, when no epoch ends early."""
         ppo, warmup = self.ppo, self.critic.warmup_rollouts
-        turns = [self.trunk.turn(index) for index in range(ppo.updates_a_rollout)]
-        alone, learning = warmup * len(turns), ppo.steps - warmup
+        updates, learning = ppo.updates_a_rollout, ppo.steps - warmup
+        turns = self.trunk.turns(updates)
         return {
-            "actor": learning * sum(turn != "critic" for turn in turns),
-            "critic": alone + learning * sum(turn != "actor" for turn in turns),
+            "actor": learning * (updates - turns["critic"]),
+            "critic": warmup * updates + learning * (updates - turns["actor"]),
         }
 
     @property

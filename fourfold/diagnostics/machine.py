@@ -69,7 +69,7 @@ def measure(say: Callable[[str], None], folder: Path | None = None) -> Measureme
     findings = Findings(notes=_circumstances())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flops = {dtype: _products(device, dtype, findings, say) for dtype in multiplied(device)}
-    bandwidth = _record(findings, say, "memory copy, read and written", "GB/s", _copy(device))
+    bandwidth = _record(findings, say, "memory copy, read and written", "GB/s", copy_rate(device))
     pcie = 0.0
     if device.type == "cuda":
         there = _record(findings, say, "host to device", "GB/s", _pinned(to_device=True))
@@ -156,7 +156,7 @@ def _products(device: torch.device, dtype: str, findings: Findings, say: Callabl
         numbers = rows * inputs + inputs * outputs + rows * outputs
         if 4 * numbers > free / 4:
             continue
-        work = _product(device, dtype, rows, inputs, outputs)
+        work = product(device, dtype, rows, inputs, outputs)
         rate = 2 * rows * inputs * outputs / best_seconds(work, device)
         rates.append(_record(findings, say, f"{dtype} product {rows} x {inputs} x {outputs}", "GFLOP/s", rate))
     if not rates:
@@ -167,7 +167,8 @@ def _products(device: torch.device, dtype: str, findings: Findings, say: Callabl
     return max(rates)
 
 
-def _product(device: torch.device, dtype: str, rows: int, inputs: int, outputs: int) -> Callable[[], object]:
+def product(device: torch.device, dtype: str, rows: int, inputs: int, outputs: int) -> Callable[[], object]:
+    """A matrix product [rows, inputs] x [inputs, outputs] of numbers of a type, to be called."""
     if dtype == "int8":
         left = torch.ones(rows, inputs, dtype=torch.int8, device=device)
         right = torch.ones(outputs, inputs, dtype=torch.int8, device=device)
@@ -200,11 +201,17 @@ def best_seconds(work: Callable[[], object], device: torch.device, seconds: floa
     return min(taken)
 
 
-def _copy(device: torch.device) -> float:
+def copy_rate(device: torch.device) -> float:
     """Bytes/s of a copy within the device's memory, read and written ones together, as STREAM counts them."""
     source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     return 2 * source.nbytes / best_seconds(partial(target.copy_, source), device)
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes/s of reading the device's memory once, in a sum of float32."""
+    source = torch.ones(COPIED[device.type] // 4, device=device)
+    return source.nbytes / best_seconds(source.sum, device)
 
 
 def _pinned(*, to_device: bool) -> float:

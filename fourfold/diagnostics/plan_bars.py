@@ -152,8 +152,11 @@ def waterfall(plan: Plan, marks: Marks) -> Iterator[RenderableType]:
 
 
 def lever_shown(step: LeverStep) -> str:
-    """A lever's name, with the rows where it takes a part of them."""
-    rows = [str(value) for value in step.settings.values() if type(value) is int and lever(step.lever).halves]
+    """A lever's name, with the rows or layers where it takes a part of them."""
+    declared = lever(step.lever)
+    if declared.every in step.settings:
+        return f"{step.lever}, every second layer"
+    rows = [str(value) for value in step.settings.values() if type(value) is int and declared.halves]
     return f"{step.lever} of {rows[0]}" if rows else step.lever
 
 

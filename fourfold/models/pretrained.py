@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ def pretrained(
     Layers that are to stay `in_file` do so where that is possible. ValueError where the model cannot be read or lacks
     weights: `given` is the setting, `allowed` what may stand there, `instead` what to do where weights are missing.
     """
+    import_models()
     from transformers import AutoTokenizer
 
     try:
@@ -45,6 +47,21 @@ def pretrained(
             f"would be random; {instead}"
         )
     return model, tokenizer
+
+
+def import_models() -> None:
+    """Import what every model of transformers is made of, without scipy.
+
+    Losses of object detection, which come with it, import scipy.optimize where scipy is installed, and nothing else
+    does: a tenth of the time in which a run starts.
+    """
+    library: Any = importlib.import_module("transformers.utils")
+    has_scipy = library.is_scipy_available
+    library.is_scipy_available = lambda: False
+    try:
+        importlib.import_module("transformers.modeling_utils")
+    finally:
+        library.is_scipy_available = has_scipy
 
 
 def without_weights(kind: Any, place: str, *, given: str, allowed: str) -> tuple[PreTrainedModel, Any]:

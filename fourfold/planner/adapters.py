@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.linears import linears_between
@@ -13,7 +14,12 @@ def adapter_parameters(architecture: Architecture, rank: int, targets: Collectio
 
     DoRA's lengths are not among them. ValueError for a target that the architecture does not have.
     """
-    of_all = list(linears_between(architecture, 0, architecture.layers))
+    return _numbers(architecture, rank, tuple(targets), layers)
+
+
+@lru_cache(maxsize=256)  # a search asks thousands of times
+def _numbers(architecture: Architecture, rank: int, targets: tuple[str, ...], layers: int) -> int:
+    of_all = linears_between(architecture, 0, architecture.layers)
     known = {each.name for each in of_all}
     if unknown := sorted(set(targets) - known):
         raise ValueError(

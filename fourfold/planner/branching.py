@@ -34,6 +34,7 @@ class Free:
     smallest: Option | None
     saves: dict[Option | None, dict[Moment, int]] = field(default_factory=dict)  # bytes, against the fastest
     adds: dict[Moment, int] = field(default_factory=dict)  # bytes of the smallest, against the fastest
+    host_saves: int = 0  # bytes of the host, the most that an option has fewer than the fastest
     costs: dict[Option | None, float] = field(default_factory=dict)  # of the rank, against the fastest
 
     @property
@@ -50,6 +51,7 @@ class Free:
             if option == self.smallest:
                 self.adds[moment] = max(self.adds.get(moment, 0), -saved)
         self.costs[option] = max(min(self.costs.get(option, costs), costs), 0.0)
+        self.host_saves = max(self.host_saves, fast.host_peak - small.host_peak)
 
     def rate(self, moment: Moment) -> tuple[float, int]:
         """The least that a byte of this moment costs here, and how many there are to be had."""
@@ -77,6 +79,10 @@ class Branching:
             return self.best
         free = [each for each in map(self._weighed, choices) if each is not None]
         self.fastest = [each.fastest for each in free]
+        fast = self._completed(self.root.options, self.fastest)
+        # Before the last effects are known: what options take off the host there, others have put on it.
+        if fast is not None and _host_too_full(fast, free):
+            return self.best
         self._weigh_last(free)
         # What costs most is decided first.
         self._descend(self.root.options, sorted(free, key=lambda each: -each.costs.get(each.smallest, 0.0)))
@@ -147,7 +153,7 @@ class Branching:
         """Look for better ones than `best` among all that have `taken`."""
         fast = self._completed(taken, [each.fastest for each in left])
         if fast is not None:
-            if self._too_slow((fast.rank[1] + self._least_costs(fast, left)) / SLOWER):
+            if _host_too_full(fast, left) or self._too_slow((fast.rank[1] + self._least_costs(fast, left)) / SLOWER):
                 return
             if not fast.missing:
                 self.best = fast if not self._too_slow(fast.rank[1]) else self.best
@@ -195,6 +201,12 @@ def _too_large(small: Candidate, left: Sequence[Free]) -> bool:
     """Whether it is over the budget in a moment, also without all that its options may add there."""
     added = {moment: sum(each.adds.get(moment, 0) for each in left) for moment in small.held}
     return any(held - added[moment] > LARGER * small.budget for moment, held in small.held.items())
+
+
+def _host_too_full(fast: Candidate, left: Sequence[Free]) -> bool:
+    """Whether host memory is over its budget, also without all that other options may take off it."""
+    saved = sum(each.host_saves for each in left)
+    return bool(fast.host_budget) and fast.host_peak - saved > LARGER * fast.host_budget
 
 
 def _contradict(taken: Iterable[Option], options: Iterable[Option | None]) -> bool:

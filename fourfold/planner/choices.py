@@ -19,11 +19,11 @@ from fourfold.planner.scene import WIDTHS, Scene
 
 @dataclass(frozen=True)
 class Option:
-    """A lever with the settings that switch it on; one that takes a part of the rows has an option for each part."""
+    """A lever with the settings that switch it on; one that takes a part of rows or layers has one for each part."""
 
     lever: Lever
     settings: Mapping[str, Any]
-    halvings: int = 0
+    halvings: int = 0  # of the rows that are taken at a time, of the layers that it acts on
 
     def __hash__(self) -> int:
         return hash((self.lever.name, self.halvings))
@@ -52,7 +52,8 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 def lever_keys() -> list[str]:
     """Every key that a plan may set."""
-    keys = [key for lever in LEVERS if not lever.not_planned for key in (*lever.switches, *(lever.halves or ())[:1])]
+    levers = [lever for lever in LEVERS if not lever.not_planned]
+    keys = [key for lever in levers for key in (*lever.switches, *(lever.halves or ())[:1], lever.every) if key]
     return list(dict.fromkeys(keys))
 
 
@@ -77,7 +78,7 @@ def without(config: RunConfig, keys: Iterable[str]) -> RunConfig:
 
 
 def dimensions(scene: Scene, fixed: AbstractSet[str], levers: Iterable[Lever]) -> list[Dimension]:
-    """The options that the user has left free, by the keys that they set, in each the one that saves most last.
+    """The options that the user has left free, by the first key that they set, in each the one that saves most last.
 
     None are those that are on already, and those that are refused even alone.
     """
@@ -86,12 +87,14 @@ def dimensions(scene: Scene, fixed: AbstractSet[str], levers: Iterable[Lever]) -
         for option in _options(lever, scene.config):
             open_to_choice = fixed.isdisjoint(option.settings) and not _changes_nothing(option, scene)
             if open_to_choice and with_options(scene, [option]) is not None:
-                groups.setdefault(lever.halves or frozenset(option.settings), []).append(option)
+                groups.setdefault(lever.halves or next(iter(option.settings)), []).append(option)
     return [tuple(options) for options in groups.values()]
 
 
 def _options(lever: Lever, config: RunConfig) -> Iterator[Option]:
     if lever.halves is None:
+        if lever.every:
+            yield Option(lever, {**lever.switches, lever.every: 2}, 1)
         yield Option(lever, lever.switches)
         return
     key, whole = lever.halves

@@ -61,7 +61,7 @@ def weight_bytes(architecture: Architecture, kind: str = "bfloat16") -> int:
     """Frozen weights in half precision, or with the layers' matrices in fewer bits and the rest in half precision."""
     if kind not in QUANTIZED:
         return FROZEN_BYTES * architecture.parameters()
-    matrices = list(linears_between(architecture, 0, architecture.layers))
+    matrices = linears_between(architecture, 0, architecture.layers)
     rest = architecture.parameters() - sum(each.count * each.numbers for each in matrices)
     quantized = sum(each.count * matrix_bytes(kind, each.outputs, each.inputs) for each in matrices)
     return quantized + FROZEN_BYTES * rest

@@ -13,7 +13,6 @@ from fourfold.planner.scene import Scene
 from fourfold.planner.timing import (
     NOTHING,
     SHARES,
-    Seconds,
     decoding_steps,
     pass_seconds,
     peak_flops,
@@ -59,13 +58,13 @@ def _together(scene: Scene, moment: Moment, made: Iterable[Pass], steps: Mapping
     counted = {"forward": 0.0, "backward": 0.0}
     for one in made:
         seconds, touched = pass_seconds(scene, one)
-        time, moved = time + seconds, moved + touched
-        flops, tokens = flops + one.flops / share, tokens + one.batch.tokens
-        counted[one.direction] += one.batch.rows / rows
+        time, moved = time + seconds.times(one.times), moved + one.times * touched
+        flops, tokens = flops + one.times * one.flops / share, tokens + one.times * one.batch.tokens
+        counted[one.direction] += one.times * one.batch.rows / rows
     if moment.phase == "learn" and moment.role in trained_parameters(scene):
         seconds, touched = step_seconds(scene, moment.role)
         often = steps[moment.role]
-        time, moved = time + Seconds(*(often * each for each in seconds)), moved + often * touched
+        time, moved = time + seconds.times(often), moved + often * touched
     return Work(moment, counted["forward"], counted["backward"], round(tokens), flops, moved, time.total, time.bound)
 
 

@@ -44,6 +44,7 @@ class Lever:
     not_planned: str = ""  # why a search for a plan never takes it; nothing: it may (fourfold.planner.search)
     planned: Mapping[str, Any] = field(default_factory=dict)  # what a plan sets, where `settings` suit tiny models only
     halves: tuple[str, str] | None = None  # a key, and that of all rows: a plan takes a half of them, a quarter, ...
+    every: str = ""  # the key by which it acts on every second layer only: a plan may take that
 
     @property
     def switches(self) -> Mapping[str, Any]:

@@ -101,6 +101,7 @@ LEVERS: tuple[Lever, ...] = (
         name="checkpointing",
         where="fourfold.memory.activations",
         settings={"memory.checkpointing": "layers"},
+        every="memory.checkpoint_every",
         saves="of every layer's activations all but its input",
         costs="the layers' forward pass once more",
         change="exact",

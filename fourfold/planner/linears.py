@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from fourfold.planner.architectures import Architecture
@@ -22,13 +22,17 @@ class Linear(NamedTuple):
         return self.outputs * self.inputs
 
 
-def linears_between(a: Architecture, start: int, stop: int) -> Iterator[Linear]:
+@lru_cache(maxsize=1024)  # a search asks thousands of times
+def linears_between(a: Architecture, start: int, stop: int) -> tuple[Linear, ...]:
     """Those of the layers [start, stop)."""
     mixed = a.expert_layers(start, stop)
-    for layers, experts in ((stop - start - mixed, False), (mixed, True)):
-        if layers:
-            for each in linear_layers(a, experts=experts):
-                yield each._replace(count=each.count * layers)
+    groups = ((stop - start - mixed, False), (mixed, True))
+    return tuple(
+        each._replace(count=each.count * layers)
+        for layers, experts in groups
+        if layers
+        for each in linear_layers(a, experts=experts)
+    )
 
 
 def linear_layers(a: Architecture, *, experts: bool = False) -> list[Linear]:

@@ -20,9 +20,9 @@ from fourfold.planner.work import Flow
 # Seconds of work by phase and role.
 Busy = Mapping[tuple[Phase, str], float]
 Axis = Literal["tensor", "context", "data", "expert", "pipeline"]
-# What transfers reach of a link's rate: NCCL's all-reduce about 235 of the 300 GB/s that an A100 sends by NVLink
-# (nccl-tests), and copies from pinned memory about 25 of the 31.5 GB/s of PCIe 4.0 x16. Neither was
-# checked at its source.
+# What transfers reach of a link's rate: an all-reduce of eight A100 233 of the 300 GB/s that each sends by NVLink
+# (NVIDIA/nccl-tests, issue 175), and copies between a GPU and host memory 25 of the 31.5 GB/s of PCIe 4.0 x16, as the
+# authors of BaM measured them (ZaidQureshi/bam, issue 54).
 REACHED = 0.8
 # Where nobody has said how fast they are: 10 Gbit/s Ethernet, an SSD, PCIe 3.0 x16.
 UNKNOWN = {"between nodes": 1.25e9, "disk": 1e9, "pcie": 15.75e9}

@@ -14,6 +14,9 @@ What divides what (d data, t tensor, p pipeline, c context, e expert):
 * context: tokens of a row: activations, keys and values, cached activations;
 * expert: experts' weights and what training holds of them, nothing else.
 
+What loading takes for a moment is divided as the weights are: each device reads its own part of the safetensors. Of
+layers that are quantised one by one, a stage of a pipeline has as many in floats as one device has.
+
 A host holds what all devices of its node have below them.
 """
 
@@ -36,6 +39,7 @@ STATES: tuple[Kind, ...] = ("weights", "gradients", "masters", "optimizer")
 # From which stage of ZeRO on a kind is sharded.
 SHARDED_FROM: dict[Kind, int] = {"masters": 1, "optimizer": 1, "gradients": 2, "weights": 3}
 FROZEN = ("reference", "reward", "trunk", "base")
+LOADING = frozenset({Moment("load")})
 # Layers that ZeRO-3 has gathered at a time: one computes, the next is on its way (FSDP's prefetch).
 GATHERED = 2
 # Of the 34 bytes a token and hidden number that a layer keeps, what tensor parallelism does not divide: inputs of
@@ -104,6 +108,8 @@ def _divided(item: Item, scene: Scene, stage: Stage) -> Iterator[Item]:
 def _share(item: Item, moment: Moment, scene: Scene, stage: Stage) -> float:
     """The part of an item's bytes that one device holds."""
     layout = scene.layout
+    if item.holder == "run" and item.kind == "buffers" and item.moments == LOADING:
+        return _share_of_loading(item, scene, stage)
     if item.kind in STATES or (item.kind == "buffers" and item.holder != "run"):
         return _share_of_states(item, scene, stage)
     rows = rows_share(scene, moment.phase)
@@ -120,7 +126,16 @@ def _share(item: Item, moment: Moment, scene: Scene, stage: Stage) -> float:
         return 1 / (layout.data * layout.context)
     if item.kind == "experience":
         return 1 / layout.data
-    return 1.0  # framework, and what loading takes: every process has its own
+    return 1.0  # framework: every process has its own
+
+
+def _share_of_loading(item: Item, scene: Scene, stage: Stage) -> float:
+    """As of the weights that are read: the actor's, who takes the model over, or of what all roles share."""
+    config, layout = scene.config, scene.layout
+    read = replace(item, holder="actor" if config.sharing.mode == "none" else "base", kind="weights")
+    if config.precision.frozen in QUANTIZED:
+        return _share_of_states(read, replace(scene, layout=replace(layout, pipeline=1)), "only")
+    return _share_of_states(read, scene, stage)
 
 
 def rows_share(scene: Scene, phase: Phase) -> float:

@@ -8,7 +8,7 @@ pass is one of branches. tests/planner/test_passes.py compares rows, tokens and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from fourfold.planner.adapters import adapter_parameters
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One role's pass over a batch, or several like it (`batch` is then all that went through)."""
+    """One role's pass over a batch, and how many there are like it."""
 
     role: str  # or "trunk"
     phase: Phase
@@ -48,8 +48,9 @@ class Pass:
     architecture: Architecture
     layers: range  # of the architecture
     head: Head
-    flops: float
+    flops: float  # of one
     decodes: bool = False  # token by token
+    times: int = 1
 
 
 class Cut(NamedTuple):
@@ -111,23 +112,22 @@ class _Maker:
     def learn(self) -> Iterator[Pass]:
         """Epochs x mini-batches of actor and critic, and of a trained trunk below them."""
         ppo, trunk = self._config.ppo, self._config.trunk
-        mini = Batch.of(ppo.mini_batch_size, self._scene.lengths, with_last=False)
-        for index in range(ppo.updates_a_rollout):
-            turn = trunk.turn(index) if self._cut.trunk_trained else "both"
-            if turn != "actor":
-                yield from self._trained("critic", mini, "scalar")
-            if turn != "critic":
-                yield from self._trained("actor", mini, "lm")
-            if self._cut.trunk_trained:
-                yield self._forward("trunk", "learn", mini, "none")
-                # The first mini-batch, and every one that is balanced, keeps the two gradients apart.
-                apart = turn == "both" and (index == 0 or trunk.balance == "grad_norm")
-                for _ in range(0 if turn == "critic" else 1 + int(apart)):
-                    yield self._backward("trunk", mini, "none")
+        mini, updates = Batch.of(ppo.mini_batch_size, self._scene.lengths, with_last=False), ppo.updates_a_rollout
+        if not self._cut.trunk_trained:
+            yield from self._trained("critic", mini, "scalar", updates)
+            yield from self._trained("actor", mini, "lm", updates)
+            return
+        turns = trunk.turns(updates)
+        yield from self._trained("critic", mini, "scalar", updates - turns["actor"])
+        yield from self._trained("actor", mini, "lm", updates - turns["critic"])
+        yield replace(self._forward("trunk", "learn", mini, "none"), times=updates)
+        # The first mini-batch, and every one that is balanced, keeps the two gradients apart.
+        apart = turns["both"] if trunk.balance == "grad_norm" else min(turns["both"], 1)
+        yield replace(self._backward("trunk", mini, "none"), times=updates - turns["critic"] + apart)
 
-    def _trained(self, role: str, mini: Batch, head: Head) -> Iterator[Pass]:
-        yield self._forward(role, "learn", mini, head)
-        yield self._backward(role, mini, head)
+    def _trained(self, role: str, mini: Batch, head: Head, times: int) -> Iterator[Pass]:
+        yield replace(self._forward(role, "learn", mini, head), times=times)
+        yield replace(self._backward(role, mini, head), times=times)
 
     def _from_ids(self, role: str, phase: Phase, batch: Batch, head: Head) -> Iterator[Pass]:
         """A pass of a role over the cached trunk, or through the one that it stands on."""

@@ -36,8 +36,8 @@ class Shares:
     queues: bool  # calls return before their work is done
 
 
-# gpt-fast's README was read again for these. The figures of SemiAnalysis and of PyTorch's blog, and those of links.py,
-# were written from memory of them and not checked at their source.
+# gpt-fast's README and the start of PyTorch's post were read again for these; SemiAnalysis' figures in a translation of
+# the article. Narayanan's table was not.
 SHARES: Mapping[str, Shares] = {
     # Large products: 720 of an H100's 989 TFLOP/s (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1", December
     # 2024); copies: 1,700 of an A100-80G's 2,039 GB/s (gpt-fast's README). Of these passes reach 0.68, half of an
@@ -85,6 +85,10 @@ class Seconds(NamedTuple):
     def __add__(self, other: tuple[float, ...]) -> Seconds:  # type: ignore[override]
         return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def times(self, factor: float) -> Seconds:
+        """All of it so often."""
+        return Seconds(*(factor * each for each in self))
+
     @property
     def bound(self) -> Bound:
         """What it waits for most."""
@@ -126,7 +130,7 @@ def processor(scene: Scene, role: str) -> Device:
 
 
 def pass_seconds(scene: Scene, one: Pass) -> tuple[Seconds, float]:
-    """The time of a pass on one device, and the bytes of its memory that are moved."""
+    """The time of one pass on one device, and the bytes of its memory that are moved."""
     if one.decodes:
         return _decode(scene, one)
     layout, ppo = scene.layout, scene.config.ppo
@@ -140,17 +144,13 @@ def pass_seconds(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     times = 2 if one.direction == "backward" else 1
     moved, layers = times * (weights + passing), times * calls * len(one.layers) / layout.pipeline
     found = roofline(device, dtype, one.flops / share, moved, layers)
-    return stretched(found, 1 + (layout.pipeline - 1) / calls), moved
+    # The bubble of a pipeline (Narayanan et al. 2021, section 2.2.1).
+    return found.times(1 + (layout.pipeline - 1) / calls), moved
 
 
 def _type_on(device: Device, dtype: str) -> str:
     """A host that does not multiply the type computes in float32 instead."""
     return dtype if device is not HOST or device.multiplies(dtype) else "float32"
-
-
-def stretched(seconds: Seconds, factor: float) -> Seconds:
-    """All of it this much longer, as by the bubble of a pipeline (Narayanan et al. 2021, section 2.2.1)."""
-    return Seconds(*(factor * each for each in seconds))
 
 
 def weight_bytes(scene: Scene, one: Pass, *, tokens: float = math.inf) -> float:

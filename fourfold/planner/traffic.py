@@ -203,10 +203,10 @@ def _frozen_weights(scene: Scene, made: list[Pass], cover: Cover) -> Iterator[Fl
 
 
 def _calls(scene: Scene, one: Pass) -> int:
-    """How often one device goes through the layers of a pass."""
+    """How often one device goes through the layers of a pass, all that are like it together."""
     if one.decodes:
         return sum(decoding_steps(scene))
-    return math.ceil(one.batch.rows / scene.layout.data / scene.config.ppo.micro_batch_size)
+    return one.times * math.ceil(one.batch.rows / scene.layout.data / scene.config.ppo.micro_batch_size)
 
 
 def _within_passes(scene: Scene, made: list[Pass], cover: Cover) -> Iterator[Flow]:
@@ -231,10 +231,10 @@ def _within_passes(scene: Scene, made: list[Pass], cover: Cover) -> Iterator[Flo
 
 
 def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
-    """Axis, bytes and messages of one device's part of a pass."""
+    """Axis, bytes and messages of one device's part of a pass, of all that are like it together."""
     layout, shape = scene.layout, one.architecture
     wide = WIDTHS[scene.compute]
-    tokens = one.batch.tokens / (layout.data * layout.context)
+    tokens = one.times * one.batch.tokens / (layout.data * layout.context)
     layers = len(one.layers) / layout.pipeline
     calls = _calls(scene, one)
     hidden = tokens * shape.hidden * wide
@@ -255,10 +255,11 @@ def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
 
 def optimizer_steps(scene: Scene) -> dict[str, int]:
     """Of each trained part in one PPO step."""
-    ppo, trunk, cut = scene.config.ppo, scene.config.trunk, Cut.of(scene)
-    turns = [trunk.turn(index) if cut.trunk_trained else "both" for index in range(ppo.updates_a_rollout)]
-    actor = sum(turn != "critic" for turn in turns)
-    steps = {"actor": actor, "critic": sum(turn != "actor" for turn in turns), "trunk": actor}
+    updates, turns = scene.config.ppo.updates_a_rollout, {"critic": 0, "actor": 0}
+    if Cut.of(scene).trunk_trained:
+        turns = scene.config.trunk.turns(updates)
+    actor = updates - turns["critic"]
+    steps = {"actor": actor, "critic": updates - turns["actor"], "trunk": actor}
     return {part: steps[part] for part in trained_parameters(scene)}
 
 

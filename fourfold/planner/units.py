@@ -11,12 +11,13 @@ def parse_bytes(text: str, given_by: str) -> int:
     """'40GiB', '80 GB' or '512MiB' as bytes; `given_by` names the option in the error."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
     unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) == 0:
+    count = 0 if found is None or unit is None else round(float(found[1]) * unit)
+    if not count:
         raise ValueError(
-            f"{given_by} {text}: allowed are sizes above 0 with their unit, such as 40GiB (2**30 bytes), 80GB (1e9) or "
-            "512MiB"
+            f"{given_by} {text}: allowed are sizes of a byte and more with their unit, such as 40GiB (2**30 bytes), "
+            "80GB (1e9) or 512MiB"
         )
-    return round(float(found[1]) * unit)
+    return count
 
 
 def size(count: float) -> str:

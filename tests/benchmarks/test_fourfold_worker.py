@@ -20,7 +20,16 @@ def work(folder: Path, sharing: str, capsys: pytest.CaptureFixture[str], *more: 
     if not model.is_dir():
         tiny_directory(model, layers=6)
     prompts.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcd"), encoding="utf-8")
-    shape = {"prompt-tokens": 1, "new-tokens": 3, "batch": 4, "epochs": 1, "updates": 2, "threads": 1, "seed": 0}
+    shape = {
+        "prompt-tokens": 1,
+        "new-tokens": 3,
+        "batch": 4,
+        "micro-batch": 4,
+        "epochs": 1,
+        "updates": 2,
+        "threads": 1,
+        "seed": 0,
+    }
     arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
     arguments += ["--model", str(model), "--prompts", str(prompts), "--dtype", "float32", "--sharing", sharing, *more]
     assert main(arguments) == 0

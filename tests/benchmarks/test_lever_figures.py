@@ -31,7 +31,7 @@ def config_of(side: Side, folder: Path) -> RunConfig:
     arguments = list(side.arguments)
     given = [value for key, value in itertools.pairwise(arguments) if key == "--set"]
     shape = {"model": "m", "prompts": "p", "dtype": "float32", "threads": 1, "seed": 0, "sharing": arguments[1]}
-    sizes = {"new_tokens": 24, "batch": 16, "epochs": 4, "updates": 4}
+    sizes = {"new_tokens": 24, "batch": 16, "micro_batch": 16, "epochs": 4, "updates": 4}
     return settings(Namespace(**shape, **sizes, set=given), folder)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.limit import figures as limit_figures
 from benchmarks.report import main, number, table, update, with_tables
-from benchmarks.results import Figure, Result
+from benchmarks.results import Figure, Result, read_results
 
 
 def result(name: str = "speed", value: float = 24.04, date: str = "2026-01-31", **changes: Any) -> Result:
@@ -99,3 +100,39 @@ def test_the_documents_of_the_project_are_up_to_date() -> None:
 )
 def test_numbers_show_the_digits_that_mean_something(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_the_peers_table_has_a_line_a_side_and_a_line_a_comparison() -> None:
+    """Of the committed result: nothing of it is lost but what the sides' lines say together."""
+    [newest] = [each for each in read_results() if each.name == "peer"][-1:]
+    text = table(newest)
+    values = {figure.name: figure for figure in newest.figures}
+    for side in newest.config["sides"]:
+        [line] = [line for line in text.splitlines() if line.startswith(f"| {side} |")]
+        seconds, tokens = values[f"{side}: seconds per update"], values[f"{side}: response tokens per update"]
+        assert f"| {number(seconds.value)} (" in line
+        assert line.endswith(f"| {number(tokens.value / seconds.value)} |")
+    for name, figure in values.items():
+        if figure.against is not None and figure.target is not None:
+            assert f"{figure.target}: {'met' if figure.met else 'missed'}" in text, name
+
+
+def test_the_limits_table_has_a_line_a_phase() -> None:
+    product = ["bfloat16", 16, 8, 8]
+    line = {
+        "seconds": 2.0,
+        "limit_seconds": 0.5,
+        "share_of_limit": 0.25,
+        "mfu": 0.2,
+        "flops": 3e12,
+        "peak_bytes": 2**30,
+    }
+    lines = [line | {"phase": phase} for phase in ("generate", "score", "learn", "step")]
+    told = {"lines": lines, "tokens_per_second": 192.0, "compute": "bfloat16", "bandwidth": 2e10}
+    found = limit_figures([told | {"products": [[product, 5e11]]}])
+    made = result("limit").model_copy(update={"config": {"compute": "bfloat16"}, "figures": tuple(found)})
+    rows = table(made).splitlines()
+    assert rows[2] == "| generate | 2.00 (2.00 - 2.00) | 0.50 | 25% | 20% | 3.00 | 1,024 |"
+    assert rows[7] == "192 response tokens a second; bfloat16 at 500 GFLOP/s at best, memory at 20.0 GB/s."
+    share = next(figure for figure in found if figure.name == "step: share of the limit")
+    assert share.target == ">= 0.5" and share.met is False

@@ -169,6 +169,7 @@ def test_settings_of_a_file_are_kept_and_freed(tmp_path: Path) -> None:
         ((*MODEL, "--set", "memory.chekpointing=1"), r"unknown key .*nearest known key: memory.checkpointing"),
         ((*MODEL, "--set", 'stages=["sft"]'), r"stages are \['sft'\]; a plan is one of the stage 'ppo'"),
         ((*MODEL, "--page", "."), r"--page \.: is a folder; give the name of a file, such as \./plan.html"),
+        ((*MODEL, "--save", "no/such/plan.toml"), r"--save no/such/plan.toml: there is no folder 'no/such'; make it"),
         (("no-such.toml", "--hardware", "a100-80"), r"no-such.toml: 1 problem\n  no such file"),
     ],
 )

@@ -28,6 +28,18 @@ LLAMA_2_13B = replace(LLAMA_2_7B, layers=40, hidden=5120, heads=40, kv_heads=40,
 MIXTRAL_8X7B = replace(LLAMA_2_7B, kv_heads=8, intermediate=14336, experts=Experts(8, 2, 14336))
 LLAMA_2_70B = replace(LLAMA_2_7B, layers=80, hidden=8192, heads=64, kv_heads=8, intermediate=28672)
 
+
+def opt(layers: int, hidden: int) -> Architecture:
+    """OPT (Zhang et al. 2022, table 1)."""
+    return Architecture(
+        family="opt", layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, head_dim=64,
+        intermediate=4 * hidden, vocabulary=50272, tied_embeddings=True, gated_mlp=False, qkv_bias=True,
+        output_bias=True, mlp_bias=True, norm_vectors=2, learned_positions=2050,
+    )  # fmt: skip
+
+
+OPT = {"350M": opt(24, 1024), "2.7B": opt(32, 2560), "6.7B": opt(32, 4096), "13B": opt(40, 5120), "30B": opt(48, 7168)}
+
 A100 = Device(
     name="A100-80G",
     kind="cuda",

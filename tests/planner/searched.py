@@ -80,10 +80,12 @@ def simple(given: Scene) -> tuple[Footprint, Costs]:
     items.append(item("actor", "gradients", own if residency != "offload" else 0.1, LEARN))
     seconds["learn"] += {"keep": 0.0, "park": 2.0, "offload": 5.0}[residency]
     rows = config.ppo.micro_batch_size
-    kept = {"none": 0.5, "attention": 0.35, "layers": 0.1}[config.memory.checkpointing]
+    saved = {"none": 0.0, "attention": 0.15, "layers": 0.4}[config.memory.checkpointing]
+    kept = 0.5 - saved / config.memory.checkpoint_every
     kept *= 0.2 if config.memory.activation_offload else 1.0
     items.append(item("actor", "activations", kept * rows, LEARN))
-    seconds["learn"] *= {"none": 1.0, "attention": 1.1, "layers": 1.3}[config.memory.checkpointing]
+    again = {"none": 0.0, "attention": 0.1, "layers": 0.3}[config.memory.checkpointing]
+    seconds["learn"] *= 1 + again / config.memory.checkpoint_every
     seconds["learn"] += (3.0 if config.memory.activation_offload else 0.0) + 8.0 / rows
     sampled = config.sampling.batch_size or config.ppo.rollout_batch_size
     items.append(item("actor", "KV cache", 0.25 * sampled, SAMPLE))

@@ -12,11 +12,13 @@ import pytest
 
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.bill import Phase
+from fourfold.planner.candidates import estimate
 from fourfold.planner.footprint import footprint
+from fourfold.planner.hardware.devices import GPUS
 from fourfold.planner.hardware.machine import GB, GIB
 from fourfold.planner.layout import Layout
 from fourfold.planner.scene import Lengths
-from planner.scenes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, cluster, scene
+from planner.scenes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, OPT, cluster, scene
 
 MISTRAL_7B = replace(LLAMA_2_7B, kv_heads=8, intermediate=14336)
 LLAMA_65B = replace(LLAMA_2_70B, kv_heads=64, intermediate=22016)
@@ -106,6 +108,55 @@ def test_four_models_of_7b_on_an_a100_of_80_gb_with_states_below_it() -> None:
     assert 58 < peak(MISTRAL_7B, phases=STEP, **asked) < 80
     assert peak(LLAMA_2_13B, phases=STEP, **asked) > 80 * GIB / GB
     assert peak(MISTRAL_7B, phases=("load",), **asked) > 80
+
+
+@pytest.mark.parametrize(
+    ("card", "largest", "next_size"),
+    [
+        ("v100-32", "2.7B", "6.7B"),
+        ("a6000", "6.7B", "13B"),
+        ("a100-40", "6.7B", "13B"),
+        ("a100-80", "13B", "30B"),
+    ],
+)
+def test_the_largest_models_of_deepspeed_chat(card: str, largest: str, next_size: str) -> None:
+    """Table 3 of its announcement, by training_scripts/opt/single_gpu/run_6.7b_lora.sh: 8 rows of 256 + 256 tokens.
+
+    Adapters of rank 128, a reference of its own, a reward model of 350M, checkpointing. The critic is of the actor's
+    base here, with adapters as the actor's; theirs is of 350M and trained in full.
+    """
+    asked: dict[str, Any] = {
+        "sharing__mode": "adapters",
+        "adapters__rank": 128,
+        "precision__compute": "float16",
+        "reference__model": "facebook/opt",
+        "reward__source": "model",
+        "reward__model": "facebook/opt-350m",
+        "reward__checkpoint": None,
+        "critic__init": "actor",
+        "ppo__rollout_batch_size": 8,
+        "ppo__mini_batch_size": 8,
+        "ppo__micro_batch_size": 8,
+        **AGAIN,
+    }
+    peaks = []
+    for size in (largest, next_size):
+        run = scene(OPT[size], cluster(device=GPUS[card]), Lengths.longest(256, 256), **asked)
+        bill = footprint(replace(run, models=run.models | {"reference": OPT[size], "reward": OPT["350M"]}))
+        peaks.append(max(bill.peak(phase)[1] for phase in RUN))
+    assert peaks[0] < GPUS[card].memory < peaks[1]
+
+
+def test_streaming_is_faster_than_the_hosts_processor() -> None:
+    """Why no plan takes residency = "cpu": streaming leaves two layers on the device and is 20 times as fast."""
+    rows: dict[str, Any] = {"ppo__rollout_batch_size": 64, "ppo__mini_batch_size": 32, "ppo__micro_batch_size": 8}
+    scored = {}
+    for where in ("stream", "cpu"):
+        run = scene(LLAMA_2_7B, reference__residency=where, reward__residency=where, **rows)
+        bill, took = estimate(run)
+        scored[where] = took.seconds["score"], bill.peak("score")[1]
+    assert scored["cpu"][0] > 20 * scored["stream"][0]
+    assert scored["stream"][1] - scored["cpu"][1] < 2 * GB
 
 
 def test_7b_in_full_takes_a_node_of_eight() -> None:

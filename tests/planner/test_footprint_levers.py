@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fourfold.planner.architectures import find_architecture
 from fourfold.planner.bill import TIERS, Footprint, Item, Moment
 from fourfold.planner.footprint import footprint, passes
+from fourfold.planner.footprint.roles import cast_of
 from fourfold.planner.lever import Lever
 from fourfold.planner.levers import LEVERS, lever
 from fourfold.planner.scene import Scene
@@ -196,3 +197,24 @@ def test_a_streamed_role_has_two_layers_in_its_moment() -> None:
     layer = 16 * 8 * 6 + 3 * 16 * 24 + 2 * 16
     assert streamed.moments == {Moment("score", "reward")}
     assert streamed.bytes == 4 * (2 * layer + 100 * 16 + 16 + 17)
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        ('memory.checkpointing="layers"',),
+        ('memory.checkpointing="layers"', "memory.checkpoint_every=2"),
+        ('memory.checkpointing="attention"',),
+        ("memory.activation_offload=true",),
+    ],
+    ids=" ".join,
+)
+def test_what_levers_do_to_backward_passes_leaves_the_others_as_they_are(levers: tuple[str, ...]) -> None:
+    """So these are run once for all such settings; run with them they come out the same."""
+    deep, texts = architecture(layers=16), passes.Texts(4, 8, 8, True)
+    cast, plain = cast_of(scene(*levers, model=deep)), cast_of(scene(model=deep))
+    assert cast.actor != plain.actor
+    for role in (cast.actor, cast.critic):
+        inner = passes._scored.__wrapped__(role, texts, passes.Below())
+        assert inner == passes.scored(role, texts, passes.Below())
+    assert passes._sampled.__wrapped__(cast.actor, None, texts) == passes.sampled(plain.actor, None, texts)

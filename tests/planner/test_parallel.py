@@ -51,6 +51,34 @@ def held(bill: Footprint, kind: Kind, holder: str = "actor", moment: Moment = LE
     return sum(i.bytes for i in bill.items if (i.kind, i.holder) == (kind, holder) and moment in i.moments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [
+        (Layout(tensor=2), 0.5),
+        (Layout(pipeline=4), 0.25),
+        (Layout(data=4, zero=2), 1.0),
+        (Layout(data=4, zero=3), 0.25),
+    ],
+)
+def test_loading_is_divided_as_the_weights_are(layout: Layout, share: float) -> None:
+    """Of a 7B model 4 bytes a number are read: by each device its own part, but for embedding, norms and head."""
+    load = Item("run", "buffers", 4 * SEVEN, frozenset({Moment("load")}))
+    there = scene(where=cluster(8), layout=layout)
+    [found] = [item for item in sharded(Footprint((load,)), there).items if item.holder == "run"]
+    assert found.bytes / load.bytes == pytest.approx(share, abs=0.03)
+
+
+def test_layers_that_are_quantised_one_by_one_are_not_divided_by_a_pipeline() -> None:
+    load = Item("run", "buffers", 3_000_000_000, frozenset({Moment("load")}))
+    frozen: dict[str, Any] = {"sharing__mode": "adapters", "precision__frozen": "nf4"}
+    shares = []
+    for layout in (Layout(pipeline=4), Layout(tensor=4)):
+        there = scene(where=cluster(8), layout=layout, **frozen)
+        [found] = sharded(Footprint((load,)), there).items
+        shares.append(found.bytes / load.bytes)
+    assert shares[0] == 1 and shares[1] == pytest.approx(0.25, abs=0.1)
+
+
 def test_one_device_holds_all_of_it() -> None:
     assert sharded(a_bill(), scene()) == a_bill()
 

@@ -40,9 +40,9 @@ def counted(scene: Scene) -> Counter[str]:
     """The metrics of fourfold.memory.meter.PassCounter, from the plan."""
     sums: Counter[str] = Counter()
     for each in passes(scene):
-        sums[f"{each.role}_{each.direction}_passes"] += each.batch.rows / ROWS  # type: ignore[assignment]
-        sums[f"{each.role}_{each.direction}_tokens"] += each.batch.tokens  # type: ignore[assignment]
-        sums[f"{each.role}_{each.phase}_flops"] += each.flops  # type: ignore[assignment]
+        sums[f"{each.role}_{each.direction}_passes"] += each.times * each.batch.rows / ROWS  # type: ignore[assignment]
+        sums[f"{each.role}_{each.direction}_tokens"] += each.times * each.batch.tokens  # type: ignore[assignment]
+        sums[f"{each.role}_{each.phase}_flops"] += each.times * each.flops  # type: ignore[assignment]
     return sums
 
 
@@ -117,7 +117,7 @@ def test_four_models_by_hand() -> None:
     rows = 32
     passed: Counter[tuple[str, str]] = Counter()
     for each in passes(scene(ppo__num_epochs=4, ppo__rollout_batch_size=rows)):
-        passed[each.role, each.direction] += each.batch.rows
+        passed[each.role, each.direction] += each.times * each.batch.rows
     assert {key: count / rows for key, count in passed.items()} == {
         ("actor", "forward"): 2 + 4,
         ("actor", "backward"): 4,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fourfold.config import ConfigError
 from fourfold.config.checks import is_given
 from fourfold.config.loading import with_settings
-from fourfold.planner.bill import Footprint, Phase
+from fourfold.planner.bill import Footprint, Item, Phase
 from fourfold.planner.candidates import WORTH_ROUNDING, Candidate, Candidates, Evaluate, estimate
 from fourfold.planner.choices import allowed_keys, dimensions, lever_keys, value_of, without
 from fourfold.planner.hardware.machine import GIB
@@ -184,6 +184,32 @@ def test_a_rounding_lever_must_be_worth_it() -> None:
     assert priced(4.0) == ["adamw_8bit"]
 
 
+def test_every_second_layer_is_made_again_where_that_is_enough() -> None:
+    """3.2 GiB of activations at 32 rows are over the budget by no more than half of what checkpointing saves."""
+    memory: dict[str, Any] = {"optimizer_residency": "keep", "activation_offload": False}
+    start = scene(sharing={"mode": "trunk"}, reference=KEPT, reward=KEPT, **EXACT, memory=memory)
+    most = max(each.peak for each in everything(start))
+    budget = round(most - 5 * GIB)
+    refused = ["micro-batches", "checkpointing attention", "adamw_8bit", "sampling batches", "overlap scoring"]
+    taken = search(start, budget, 0, simple, refused=refused)[0].steps[1:]
+    assert [dict(step.settings) for step in taken] == [{"memory.checkpointing": "layers", "memory.checkpoint_every": 2}]
+
+
+def test_a_host_without_room_is_soon_known() -> None:
+    """Nothing fits, and not because of the device: no need to try every combination."""
+    tried = 0
+
+    def counted(given: Scene) -> tuple[Footprint, Costs]:
+        nonlocal tried
+        tried += 1
+        bill, costs = simple(given)
+        framework = Item("run", "framework", GIB, frozenset(bill.moments), "host", "interpreter")
+        return bill.with_items([framework]), costs
+
+    (nearest,) = search(scene(sharing={"mode": "none"}), 80 * GIB, GIB // 2, counted)
+    assert not nearest.fits and tried < 200
+
+
 def test_alternatives_offer_something() -> None:
     best, *others = search(scene(sharing={"mode": "none"}), 30 * GIB, 0, simple)
     assert len(others) == 2
@@ -202,7 +228,13 @@ def test_a_mistake_in_a_lever_is_not_taken_for_a_refusal() -> None:
 
 def test_each_lever_says_what_a_search_may_set() -> None:
     known = {key for key in lever_keys()}
-    assert {"memory.checkpointing", "ppo.micro_batch_size", "sharing.mode", "sampling.overlap_scoring"} <= known
+    assert {
+        "memory.checkpointing",
+        "memory.checkpoint_every",
+        "ppo.micro_batch_size",
+        "sharing.mode",
+        "sampling.overlap_scoring",
+    } <= known
     assert "service" not in {value for each in LEVERS if not each.not_planned for value in each.switches.values()}
     for each in LEVERS:
         assert each.not_planned or each.switches or each.halves

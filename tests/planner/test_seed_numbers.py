@@ -21,25 +21,13 @@ from fourfold.planner.conventions import (
     zero_offload_bytes,
 )
 from fourfold.planner.hardware.machine import GB, GIB
-from planner.scenes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, MIXTRAL_8X7B
+from planner.scenes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, MIXTRAL_8X7B, OPT
 
 MISTRAL_7B = replace(LLAMA_2_7B, kv_heads=8, intermediate=14336)
 LLAMA_65B = replace(LLAMA_2_70B, kv_heads=64, intermediate=22016)
 SEVEN = 7 * 10**9  # "7B" as the estimates take it; Llama-2-7B has 6.74e9
 QV, QKV = ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")
 QKVO = (*QKV, "o_proj")
-
-
-def opt(layers: int, hidden: int) -> Architecture:
-    """OPT (Zhang et al. 2022, table 1)."""
-    return Architecture(
-        family="opt", layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, head_dim=64,
-        intermediate=4 * hidden, vocabulary=50272, tied_embeddings=True, gated_mlp=False, qkv_bias=True,
-        output_bias=True, mlp_bias=True, norm_vectors=2, learned_positions=2050,
-    )  # fmt: skip
-
-
-OPT = {"350M": opt(24, 1024), "2.7B": opt(32, 2560), "6.7B": opt(32, 4096), "13B": opt(40, 5120), "30B": opt(48, 7168)}
 
 
 @pytest.mark.parametrize(

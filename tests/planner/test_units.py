@@ -14,7 +14,7 @@ def test_sizes_are_read_with_their_unit(text: str, count: int) -> None:
     assert parse_bytes(text, "--budget") == count
 
 
-@pytest.mark.parametrize("text", ["40", "GiB", "-1GiB", "0GiB", "40 apples", "1e3GB", ""])
+@pytest.mark.parametrize("text", ["40", "GiB", "-1GiB", "0GiB", "40 apples", "1e3GB", "0.0001B", ""])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--budget .*40GiB"):
         parse_bytes(text, "--budget")

@@ -57,6 +57,14 @@ class TrunkSection(Section):
             return "both"
         return "critic" if index // self.alternate % 2 == 0 else "actor"
 
+    def turns(self, count: int) -> dict[Literal["both", "critic", "actor"], int]:
+        """How many of a rollout's `count` mini-batches are whose turn."""
+        if self.alternate == 0:
+            return {"both": count, "critic": 0, "actor": 0}
+        rounds, rest = divmod(count, 2 * self.alternate)
+        critic = rounds * self.alternate + min(rest, self.alternate)
+        return {"both": 0, "critic": critic, "actor": count - critic}
+
 
 class SharingSection(Section):
     mode: Literal["trunk", "adapters", "none"] = Field(

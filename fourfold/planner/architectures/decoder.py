@@ -74,6 +74,14 @@ class Architecture:
     dense_layers: frozenset[int] = frozenset()  # that have an MLP of `intermediate` in place of experts
     latent: Latent | None = None
 
+    def __post_init__(self) -> None:
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary")
+        wrong = [f"{name} = {size!r}" for name in sizes if not isinstance(size := getattr(self, name), int) or size < 1]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: allowed are whole numbers from 1 on; try the model's own config")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads and {self.kv_heads} KV heads: allowed is a divisor of the heads")
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture:
         """The architecture of a Hugging Face config (the dict of a config.json)."""

@@ -38,13 +38,23 @@ def _required(config: Config, *keys: str) -> list[int]:
             f"the {config['model_type']} config has no {', '.join(missing)}; "
             f"needed are {', '.join(keys)}; try the config.json that came with the weights"
         )
+    wrong = [f"{key} = {config[key]!r}" for key in keys if not _is_count(config[key])]
+    if wrong:
+        raise ValueError(
+            f"the {config['model_type']} config has {', '.join(wrong)}; allowed are whole numbers from 0 on; try the "
+            "config.json that came with the weights"
+        )
     return [int(config[key]) for key in keys]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _head_dim(hidden: int, heads: int, given: int | None) -> int:
     if given:
         return given
-    if hidden % heads:
+    if not heads or hidden % heads:
         raise ValueError(
             f"hidden size {hidden} is not a multiple of {heads} attention heads; "
             "give head_dim in the config, or mend the two"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,7 +63,7 @@ class Form:
         """The width that products are cast to; 0 where none is."""
         return self.compute if self.compute != 4 else 0
 
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> tuple[Linear, ...]:
         """The linear layers of all its layers."""
         return linears_between(self.architecture, self.start, self.start + self.layers)
 

@@ -101,9 +101,20 @@ def _states(t: Tape, role: Role, part: Part, texts: Texts, hidden: Value) -> Val
     return heads.picked(t, hidden, texts.answers * role.form.architecture.hidden)
 
 
-@remembered
+def _without_gradients(form: Form) -> Form:
+    """The same in every pass that keeps nothing for a backward one: what levers do to that one makes no difference."""
+    return replace(form, checkpointing="none", checkpoint_every=1, offload=False)
+
+
 def scored(role: Role, texts: Texts, below: Below) -> Stages:
     """A pass without gradients: log-probs of a policy over the states, values or scores over all tokens."""
+    trunk = None if below.trunk is None else _without_gradients(below.trunk)
+    alike = replace(role, name="", own_head=False, form=_without_gradients(role.form))
+    return _scored(alike, texts, replace(below, trunk=trunk, learns=False))
+
+
+@remembered
+def _scored(role: Role, texts: Texts, below: Below) -> Stages:
 
     def run(layers: int, trunk_layers: int) -> Stages:
         t, form = Tape(grad=False), replace(role.form, layers=layers)
@@ -125,9 +136,14 @@ def scored(role: Role, texts: Texts, below: Below) -> Stages:
     return _for_all_layers(run, role.form, below.trunk)
 
 
-@remembered
 def sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
     """Decoding a batch of rows: the prompts' pass, and the last token's above caches of all before."""
+    alike = replace(role, name="", own_head=False, form=_without_gradients(role.form))
+    return _sampled(alike, None if trunk is None else _without_gradients(trunk), texts)
+
+
+@remembered
+def _sampled(role: Role, trunk: Form | None, texts: Texts) -> Stages:
     assert role.head is not None
     head = role.head
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,25 @@ def test_wrong_paths_and_files_are_named(tmp_path: Path) -> None:
             find_architecture(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": "wide"}))
     with pytest.raises(ValueError, match="wide"):
+        find_architecture(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("num_hidden_layers", 0, "layers = 0: allowed are whole numbers from 1 on"),
+        ("num_hidden_layers", -2, "num_hidden_layers = -2; allowed are whole numbers from 0 on"),
+        ("num_hidden_layers", "two", "num_hidden_layers = 'two'; allowed"),
+        ("num_attention_heads", 0, "hidden size 576 is not a multiple of 0 attention heads"),
+        ("vocab_size", True, "vocab_size = True; allowed"),
+        ("num_key_value_heads", "3", "kv_heads = '3': allowed are whole numbers from 1 on"),
+        ("num_key_value_heads", 4, "9 heads and 4 KV heads: allowed is a divisor of the heads"),
+        ("head_dim", -1, "head_dim = -1: allowed"),
+    ],
+)
+def test_a_config_with_sizes_that_no_model_has_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(ValueError, match=re.escape(said)):
         find_architecture(str(tmp_path))
 
 
