@@ -81,14 +81,14 @@ def load_reference_alone(config: RunConfig, budget: Budget) -> Alone:
     return Alone(policy, tokenizer, pad, getattr(model.config, "max_position_embeddings", None))
 
 
-def reference_form(config: RunConfig, base: Base) -> OwnPolicy:
+def reference_form(config: RunConfig, base: Base) -> Policy:
     """The form of one that a service holds, without weights; ValueError where KL to it is not defined."""
     model, tokenizer = shape_of_causal_lm(config.reference.model, Path(config.model.cache), "reference.model")
     _require_comparable(config, base, model, tokenizer)
     return form_of(model, _compute(config, base.budget.device))
 
 
-def form_of(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> OwnPolicy:
+def form_of(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> Policy:
     """A policy of this shape without weights."""
     form = OwnPolicy(_all_layers(model, compute_dtype), LanguageHead.of(model))
     return hollow_copy(form, share_head=False)
