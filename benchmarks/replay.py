@@ -73,4 +73,5 @@ class Replay:
         self._trainer.ahead.begin()
         rows = torch.arange(len(rollout.sequences), device=rollout.sequences.device)
         for chosen in rows.split(self._trainer.sizes.generate.size or len(rows)):
-            self._trainer.ahead.finished(rollout.select(chosen), activations.select(chosen))
+            part = rollout.select(chosen), activations.select(chosen)
+            self._trainer.ahead.finished(chosen.tolist(), *part)

@@ -65,8 +65,10 @@ def test_it_rounds_less_than_torchs_own_kernel() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     given, mask, gaps = inputs(torch.bfloat16), torch.ones(TIME, TIME, dtype=torch.bool).tril(), {}
-    wanted = formula(*(x.detach().double() for x in given), mask)
-    for name, kernel in (("wide", wide_attention), ("torch", sdpa_attention_forward)):
+    query, key, value = (x.detach().double() for x in given)
+    wanted = formula(query, key, value, mask)
+    kernels: dict[str, Any] = {"wide": wide_attention, "torch": sdpa_attention_forward}
+    for name, kernel in kernels.items():
         out, _ = kernel(module(is_causal=True), *given, None)
         gaps[name] = float((out.detach() - wanted).norm())
     assert gaps["wide"] < gaps["torch"]

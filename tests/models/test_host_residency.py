@@ -10,7 +10,7 @@ import torch
 
 from fourfold.diagnostics.tables import role_rows
 from fourfold.models.residency import HOST, HostResidency, place
-from fourfold.models.roles import Activations, checksum
+from fourfold.models.roles import Activations, Scorer, checksum
 from fourfold.training.trainer import Trainer
 from training.runs import SHARINGS, by_function, by_model, make_config, make_trainer, merged, settings
 
@@ -27,7 +27,7 @@ def test_a_role_on_the_host_shares_nothing_and_says_the_same(
     """The host stands for itself here: a run on the CPU refuses 'cpu', but the mechanism asks for no device."""
     trainer = trainer_of(tmp_path, sharing, {})
     models = trainer.models
-    assert models.reward is not None
+    assert isinstance(models.reward, Scorer)
     before = [checksum([role]) for role in (models.reference, models.reward, models.actor)]
     heads = (models.actor.head, models.actor.head.weight)
     rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)

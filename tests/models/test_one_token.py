@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_step_that_computes_something_else_is_not_taken(monkeypatch: pytest.Mo
 def test_weights_that_are_not_finite_are_left_to_the_library() -> None:
     part = cut(tiny_model("llama"), 0, 2, compute_dtype=torch.float32)
     with torch.no_grad():
-        part.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan  # pyright: ignore[reportAttributeAccessIssue]
+        part.layers[1].get_parameter("self_attn.o_proj.weight")[0, 0] = torch.nan
     assert one_token_of(part) is None
 
 
@@ -44,9 +45,16 @@ def test_hooks_of_the_layers_are_called_as_the_layers_call_them() -> None:
     """Layers that are watched against a budget, or fetched from elsewhere, work by hooks."""
     part = cut(tiny_model("llama"), 0, 2, compute_dtype=torch.float32)
     seen: list[tuple[str, int, Tensor]] = []
+
+    def before(number: int) -> Callable[..., None]:
+        return lambda layer, args: seen.append(("before", number, args[0]))
+
+    def after(number: int) -> Callable[..., None]:
+        return lambda layer, args, out: seen.append(("after", number, out))
+
     for number, layer in enumerate(part.layers):
-        layer.register_forward_pre_hook(lambda _, args, n=number: seen.append(("before", n, args[0])))
-        layer.register_forward_hook(lambda _, args, out, n=number: seen.append(("after", n, out)))
+        layer.register_forward_pre_hook(before(number))
+        layer.register_forward_hook(after(number))
     step = one_token_of(part)
     assert step is not None
     found = {}
@@ -67,9 +75,8 @@ def test_a_kernel_that_takes_no_such_masks_is_changed_for_the_pass(kernel: str) 
     model.set_attn_implementation(kernel)
     other = cut(model, 0, 2, compute_dtype=torch.float32)
     torch.testing.assert_close(step_by(other, SlotCache(2, 2, 4)), expected, rtol=0, atol=1e-5)
-    assert {other.body.config._attn_implementation, *(a.config._attn_implementation for a in other.attentions)} == {
-        kernel
-    }
+    configs: list[Any] = [other.body.config, *(vars(attention)["config"] for attention in other.attentions)]
+    assert {config._attn_implementation for config in configs} == {kernel}
 
 
 @given(

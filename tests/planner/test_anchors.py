@@ -142,7 +142,7 @@ def test_the_largest_models_of_deepspeed_chat(card: str, largest: str, next_size
     peaks = []
     for size in (largest, next_size):
         run = scene(OPT[size], cluster(device=GPUS[card]), Lengths.longest(256, 256), **asked)
-        bill = footprint(replace(run, models=run.models | {"reference": OPT[size], "reward": OPT["350M"]}))
+        bill = footprint(replace(run, models={**run.models, "reference": OPT[size], "reward": OPT["350M"]}))
         peaks.append(max(bill.peak(phase)[1] for phase in RUN))
     assert peaks[0] < GPUS[card].memory < peaks[1]
 

@@ -24,8 +24,10 @@ from fourfold.planner.work import Costs
 from planner.searched import scene, simple
 
 # Sections that leave a space small enough to be tried as a whole.
-KEPT = {"residency": "keep"}
-EXACT = {"precision": {"compute": "bfloat16", "frozen": "bfloat16", "reference": "auto", "reward": "auto"}}
+KEPT: dict[str, Any] = {"residency": "keep"}
+EXACT: dict[str, Any] = {
+    "precision": {"compute": "bfloat16", "frozen": "bfloat16", "reference": "auto", "reward": "auto"}
+}
 SPACES: dict[str, dict[str, Any]] = {
     "activations": {
         "sharing": {"mode": "trunk"},
