@@ -1,7 +1,8 @@
 """What each model did in a step: passes, tokens and FLOPs.
 
 Which passes generate and score make is written down here; the rows and tokens of each are those of the rollout, and in
-the learn phase those of the mini-batches that were worked through. A test counts the same at the modules.
+the learn phase those of the mini-batches that were worked through. A test counts the same at the modules. A prompt that
+rows share counts for each of them, though the sampler computes it once.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def follows_from_few(what: Scene) -> None:
 
 
 def forget() -> None:
-    for each in (passes.scored, passes.sampled, passes.learned, passes.joint, passes.compared):
+    for each in (passes._scored, passes._sampled, passes.learned, passes.joint, passes.compared):
         each.cache_clear()
 
 

@@ -126,7 +126,7 @@ def test_scoring_that_runs_out_of_memory_is_halved_by_itself(tmp_path: Path, mon
 
     monkeypatch.setattr(trainer.models.reference, "log_probs", short)
     row = trainer.step()
-    assert rows[0] == 3 and set(rows[1:]) == {1} and len(rows) == 1 + 8
+    assert rows[0] > 1 and rows.count(1) == 8, "every row by itself in the end"
     assert (trainer.sizes.ahead.size, trainer.sizes.score.size, trainer.sizes.actor.size) == (1, 4, 4)
     assert row["score_micro_batch_size"] == 1
 

@@ -29,7 +29,7 @@ from fourfold.models.assembly import assemble
 from fourfold.models.loading import Base, load_base
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Inputs, encode_inputs, read_records
-from fourfold.training.pipeline import prepare
+from fourfold.training.pipeline import prepare, resolve
 from fourfold.training.ppo import build_trainer, reward_source
 from fourfold.training.reward_model import train_reward
 from fourfold.training.supervised import train_sft
@@ -147,6 +147,7 @@ class Scene:
 
     def trainer(self, config: RunConfig) -> Trainer:
         """The trainer before its first step; its critic's head is not zero, so that values differ."""
+        config = resolve(config)
         models = assemble(config, self.base(config), None, None)
         with torch.no_grad():
             models.critic.head.linear.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))

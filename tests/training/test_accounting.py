@@ -23,6 +23,7 @@ CUTS = SHARINGS | {
 }
 ROLES = ("trunk", "actor", "critic", "reference", "reward")
 ROWS = 8
+PROMPTS = [[20 + row, 40 + row, 60 + row] for row in range(ROWS)]  # as long as each other, and nothing in common
 
 
 class Seen:
@@ -36,13 +37,14 @@ class Seen:
 
     def watch(self, role: str, part: Part) -> None:
         """Count what goes through this part as the role's."""
-        part.register_forward_hook(self._hook(role))
+        part.register_forward_hook(self._hook(role), with_kwargs=True)
 
     def _hook(self, role: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            time, mask = output.shape[1], args[1]
-            rows = len(output) if mask.shape[1] == time else 0
-            tokens = int(mask[:, -time:].sum())
+        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+            if (cache := named.get("cache")) is not None:  # of the sampler, whose prompts have no padding here
+                rows, tokens = int((cache.places.positions[:, 0] == 0).sum()), cache.places.positions.numel()
+            else:
+                rows, tokens = len(output), int(args[1].sum())
             self._count(role, "forward", rows, tokens)
             if output.requires_grad:
                 output.register_hook(lambda gradient: self._count(role, "backward", rows, tokens))
@@ -57,7 +59,8 @@ class Seen:
 def trainer_for(folder: Path, sharing: str, **ppo: Any) -> tuple[Trainer, Seen]:
     """A trainer with a reward model, and the hooks on all that it has."""
     ppo = {"num_epochs": 2, "mini_batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3} | ppo
-    trainer = make_trainer(make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), CUTS[sharing]))))
+    config = make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), CUTS[sharing])))
+    trainer = make_trainer(config, prompts=PROMPTS)
     models = trainer.models
     give_value_head(models)
     models.reward = models.base.new_scorer()

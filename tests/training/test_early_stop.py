@@ -17,7 +17,7 @@ def test_an_early_stop_names_the_kl_its_bound_and_the_epoch(tmp_path: Path, capl
     trainer = make_trainer(config)
     experience, activations = make_experience(trainer)
     with caplog.at_level(logging.WARNING):
-        update(trainer.learner, experience, activations, config.ppo, temperature=1.0, seed=0)
+        update(trainer.learner, experience, activations, trainer.config.ppo, temperature=1.0, seed=0)
     [message] = [record.getMessage() for record in caplog.records if record.name.startswith("fourfold.training")]
     assert message.startswith("learn: KL(old, new) of ")
     assert message.endswith("nats a token reached ppo.target_kl = 0; the update ends in epoch 1 of 3")

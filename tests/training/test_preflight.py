@@ -72,7 +72,7 @@ def test_a_reference_on_the_host_may_round_otherwise_and_the_bias_is_named(
     """The host stands for itself here; in bfloat16 its kernels put the KL beyond what the same ones are allowed."""
     if kernels == "without oneDNN" and not onednn_multiplies_bfloat16():
         pytest.skip("torch computes without oneDNN here anyway")
-    tiny_directory(tmp_path / "llama", hidden=256 if kernels == "without oneDNN" else 32)
+    tiny_directory(tmp_path / "llama", hidden=512 if kernels == "without oneDNN" else 32)
     changes = {"precision": {"compute": "bfloat16"}, "sampling": {"max_new_tokens": 12}}
     ppo = {"rollout_batch_size": 16, "mini_batch_size": 16, "micro_batch_size": 8}
     trainer = trainer_for(tmp_path, "llama", sharing, **changes, ppo=ppo)

@@ -204,10 +204,10 @@ WINDOWED = {
 @pytest.mark.parametrize("case", WINDOWED)
 def test_windows_are_those_of_the_cache_that_transformers_makes(case: str) -> None:
     name, settings = WINDOWED[case]
-    config = getattr(transformers, name)(**SIZES, **settings)
+    config = getattr(transformers, name)(**SIZES, **GROUPED, **settings)
     cache = transformers.DynamicCache(config=config)
     expected = [getattr(layer, "sliding_window", 0) for layer in cache.layers] or [0, 0, 0]
-    for given in (config.to_dict(), {"model_type": config.model_type} | SIZES | settings | EXPERTS | MIXED):
+    for given in (config.to_dict(), {"model_type": config.model_type} | SIZES | GROUPED | settings | EXPERTS | MIXED):
         architecture = Architecture.from_config(given)
         assert [architecture.window(layer) for layer in range(3)] == expected
 
