@@ -17,6 +17,15 @@ PLAN = frozenset(
         *("rich", "markdown_it", "mdurl", "pygments"),
     }
 )
+ON_A100 = ["--hardware", "a100-80"]
+RUN = """
+output = "runs/planned"
+stages = ["ppo"]
+model.path = "smollm2-135m"
+reward = {source = "function", function = "rewards:length"}
+critic.init = "actor"
+data.prompts.path = "prompts.jsonl"
+"""
 
 
 def imported(code: str) -> set[str]:
@@ -42,8 +51,7 @@ def foreign(modules: set[str]) -> set[str]:
         (["plan", "--help"], HELP),
         (["run", "--help"], HELP),
         (["bench", "--help"], HELP),
-        (["plan", "smollm2-135m", "--hardware", "a100-80"], PLAN),
-        (["plan", "examples/reviews.toml", "--hardware", "a100-80", "--json"], PLAN),
+        (["plan", "smollm2-135m", *ON_A100], PLAN),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
@@ -51,6 +59,13 @@ def test_a_command_imports_no_more_than_it_needs(arguments: list[str], allowed: 
     modules = imported(f"from fourfold.cli.main import main; main({arguments!r})")
     assert "fourfold.cli.main" in modules
     assert foreign(modules) - allowed == set()
+
+
+def test_a_plan_of_a_runs_settings_imports_no_more(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(RUN)
+    modules = imported(f"from fourfold.cli.main import main; main({['plan', str(config), '--json', *ON_A100]!r})")
+    assert foreign(modules) - PLAN == set()
 
 
 def test_help_reads_no_settings() -> None:
