@@ -20,11 +20,13 @@ MEASUREMENTS: Mapping[str, tuple[str, ...]] = {
     "peer-64x64": ("benchmarks.peer_trl", "--shape", "64x64"),
     "limit": ("benchmarks.limit",),
     "growth": ("benchmarks.growth",),
+    "generation": ("benchmarks.generation",),
     "levers": ("benchmarks.levers",),
     "planner": ("benchmarks.planner",),
+    "planner-time": ("benchmarks.planner_time",),
     "reward-accuracy": ("benchmarks.reward_accuracy",),
 }
-USUAL = ("peer", "peer-64x64", "limit", "growth")
+USUAL = ("peer", "peer-64x64", "limit", "growth", "generation")
 
 
 def measure(names: Sequence[str]) -> list[str]:
