@@ -139,7 +139,7 @@ def compare(sides: Sides, case: Case, repeats: int) -> list[Figure]:
     return [
         Figure.of(f"{case.name}: Fourfold", found["fourfold"], unit, target),
         Figure.of(f"{case.name}: transformers", found["transformers"], unit),
-        Figure.of(f"{case.name}: times faster", [theirs / ours], "ratio", ">= 3" if case.mixed else None).model_copy(
+        Figure.of(f"{case.name}: times faster", [theirs / ours], "times", ">= 3" if case.mixed else None).model_copy(
             update={"spread": None, "against": "transformers' generate"}
         ),
     ]

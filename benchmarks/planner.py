@@ -247,15 +247,23 @@ def _framework(found: Sequence[Compared]) -> float:
     return statistics.median(each.measured.resting - each.measured.tensors["save"] for each in found)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write or print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+def asked(
+    parser: argparse.ArgumentParser, cases: Sequence[Case], arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[Case]]:
+    """The options that measurements of the planner have, and the cases that they choose."""
     parser.add_argument("--case", action="append", metavar="TEXT", help="only cases whose name has this text")
     parser.add_argument("--dry", action="store_true", help="print the result instead of writing it")
     args = parser.parse_args(arguments)
-    cases = [case for case in CASES if not args.case or any(text in case.name for text in args.case)]
-    if not cases:
-        parser.error(f"--case {args.case}: none of {len(CASES)} cases has that in its name")
+    chosen = [case for case in cases if not args.case or any(text in case.name for text in args.case)]
+    if not chosen:
+        parser.error(f"--case {args.case}: none of {len(cases)} cases has that in its name")
+    return args, chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write or print the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    args, cases = asked(parser, CASES, arguments)
     found = []
     with tempfile.TemporaryDirectory(prefix="fourfold-planner-") as name:
         for case in cases:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planner import ADAPTERS, HALF, PACKAGES, PHASES, SEPARATE, TRUNK, Case, carry_out, scene_of
+from benchmarks.planner import ADAPTERS, HALF, PACKAGES, PHASES, SEPARATE, TRUNK, Case, asked, carry_out, scene_of
 from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, versions, write_result
 from fourfold.planner.candidates import estimate
 from fourfold.planner.hardware.machine import Cluster
@@ -89,12 +89,7 @@ def _figure(name: str, value: float, unit: str, target: str | None = None) -> Fi
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write or print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_time", description=__doc__)
-    parser.add_argument("--case", action="append", metavar="TEXT", help="only cases whose name has this text")
-    parser.add_argument("--dry", action="store_true", help="print the result instead of writing it")
-    args = parser.parse_args(arguments)
-    cases = [case for case in CASES if not args.case or any(text in case.name for text in args.case)]
-    if not cases:
-        parser.error(f"--case {args.case}: none of {len(CASES)} cases has that in its name")
+    args, cases = asked(parser, CASES, arguments)
     import torch
 
     from fourfold.diagnostics.machine import measure

@@ -19,8 +19,8 @@ from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, rea
 
 # Ranges of a few repeats are narrow by chance; and what a single measurement is taken to spread by to either side.
 MARGIN, SINGLE = 0.02, 0.1
-LESS_IS_BETTER = ("s", "MiB", "GiB", "exponent")
-MORE_IS_BETTER = ("1/s", "tokens/s", "share of the limit", "MFU")
+LESS_IS_BETTER = ("s", "ms a token", "MiB", "GiB", "exponent")
+MORE_IS_BETTER = ("1/s", "times", "tokens/s", "share of the limit", "MFU")
 # Of a configuration: what came out of it rather than went into it.
 OUTCOMES = ("sides", "levers", "presets", "products")
 Verdict = Literal["worse", "better", "as before"]

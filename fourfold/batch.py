@@ -7,6 +7,7 @@ Prompts are left-padded to P tokens, responses right-padded to T. A stage that l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -42,6 +43,20 @@ class Rollout:
             raise ValueError("response_mask: every row needs at least one True")
         if not torch.equal(prefix, self.response_mask):
             raise ValueError("response_mask: the True tokens of a row must be a prefix of it")
+
+    @staticmethod
+    def of_tokens(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Rollout:
+        """Prompts and responses as lists of ids, padded on the CPU; what only a sampler knows of them is 0."""
+        width = max(1, *(len(prompt) for prompt in prompts))  # the state before the first token needs a column
+        longest = max(len(response) for response in responses)
+        sequences = torch.full((len(prompts), width + longest), pad_id, dtype=torch.int64)
+        mask = torch.zeros_like(sequences, dtype=torch.bool)
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            real = slice(width - len(prompt), width + len(response))
+            sequences[i, real] = torch.tensor([*prompt, *response])
+            mask[i, real] = True
+        numbers, ids = torch.zeros(len(prompts), longest), torch.zeros(len(prompts), dtype=torch.int64)
+        return Rollout(mask[:, :width], mask[:, width:], sequences, numbers, numbers, ids.bool(), ids, ids)
 
     @property
     def prompt_length(self) -> int:

@@ -20,7 +20,7 @@ from fourfold.models.one_token import one_token_of
 from fourfold.models.roles import Policy
 from fourfold.models.slot_cache import OneToken, Places, SlotCache
 from fourfold.models.split import Part
-from fourfold.rollout.draw import draw_tokens
+from fourfold.rollout.draw import draw_tokens, row_uniforms
 from fourfold.rollout.sampler import PromptBatch
 
 # A prefix of fewer tokens than this, over all prompts that have it, is not worth reading the weights for it alone.
@@ -79,11 +79,7 @@ class Decoder:
         self._slots = slots
         self.drawn = Drawn(base, policy, settings, prompts)
         device, limit = self.drawn.sequences.device, settings.max_new_tokens
-        uniforms = [
-            torch.rand(limit, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            for seed in prompts.seeds
-        ]
-        self._uniforms = torch.stack(uniforms).to(device)
+        self._uniforms = row_uniforms(prompts.seeds, limit).to(device)
         self._eos = torch.tensor(sorted(base.eos_ids), device=device)
         self._trunk = policy.trunk or base.trunk
         capacity = self.drawn.width + limit

@@ -6,11 +6,19 @@ from that of one float64 sum over the vocabulary only where the random number li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
 _BLOCK = 256
+
+
+def row_uniforms(seeds: Sequence[int], tokens: int) -> Float64[Tensor, "rows tokens"]:
+    """A number for each token of each row; a row's come of its seed alone, whatever is beside it."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.stack([torch.rand(tokens, generator=each, dtype=torch.float64) for each in generators])
 
 
 def draw_tokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from fourfold.algorithms.masking import masked_mean
 from fourfold.batch import Rollout
 from fourfold.models.roles import Activations
 from fourfold.rollout.sampler import PromptBatch, Sampler
@@ -41,5 +42,4 @@ class GuardedSampler:
 
 def mean_gap(rollout: Rollout) -> float:
     """Mean |sampler_log_probs - log_probs| over the response tokens, nats."""
-    gaps = (rollout.sampler_log_probs - rollout.log_probs).abs()
-    return float(gaps[rollout.response_mask].mean())
+    return float(masked_mean((rollout.sampler_log_probs - rollout.log_probs).abs(), rollout.response_mask))

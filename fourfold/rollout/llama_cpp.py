@@ -7,7 +7,7 @@ engine gives ids and log-probs; one batched pass of the training engine gives ac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from fourfold.models.llama_cpp import SEQUENCES, LlamaCpp
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations
 from fourfold.rollout.decoder import SamplingSettings
-from fourfold.rollout.draw import draw_tokens
+from fourfold.rollout.draw import draw_tokens, row_uniforms
 from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.sampler import PromptBatch
 
@@ -53,9 +53,7 @@ class LlamaSampler:
     def _drawn(self, engine: LlamaCpp, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[_Response]:
         """Responses to these prompts; a row that has ended leaves the batch."""
         limit = self._settings.max_new_tokens
-        uniforms = torch.stack(
-            [torch.rand(limit, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-        )
+        uniforms = row_uniforms(seeds, limit)
         responses = [_Response([], []) for _ in prompts]
         growing = engine.growing(len(prompts), sum(map(len, prompts)) + len(prompts) * limit)
         more = {row: list(tokens) for row, tokens in enumerate(prompts)}
@@ -83,25 +81,14 @@ class LlamaSampler:
 
     def _rollout(self, prompts: PromptBatch, responses: Sequence[_Response], policy_version: int) -> Rollout:
         """Still without the training engine's log-probs."""
-        width, longest = max(map(len, prompts.tokens)), max(len(each.tokens) for each in responses)
-        shape = (len(responses), longest)
-        sequences = torch.full((len(responses), width + longest), self._base.pad_id)
-        prompt_mask = torch.zeros((len(responses), width), dtype=torch.bool)
-        response_mask, log_probs = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
-        for row, (prompt, response) in enumerate(zip(prompts.tokens, responses, strict=True)):
-            count = len(response.tokens)
-            sequences[row, width - len(prompt) : width + count] = torch.tensor([*prompt, *response.tokens])
-            prompt_mask[row, width - len(prompt) :] = True
-            response_mask[row, :count] = True
-            log_probs[row, :count] = torch.tensor(response.log_probs)
-        rollout = Rollout(
-            prompt_mask=prompt_mask,
-            response_mask=response_mask,
-            sequences=sequences,
-            log_probs=torch.zeros(shape),
+        rollout = Rollout.of_tokens(prompts.tokens, [each.tokens for each in responses], self._base.pad_id)
+        log_probs = torch.zeros_like(rollout.sampler_log_probs)
+        log_probs[rollout.response_mask] = torch.tensor([number for each in responses for number in each.log_probs])
+        rollout = replace(
+            rollout,
             sampler_log_probs=log_probs,
             truncated=torch.tensor([not each.ended for each in responses]),
-            policy_version=torch.full((len(responses),), policy_version),
+            policy_version=torch.full_like(rollout.policy_version, policy_version),
             prompt_id=torch.tensor(list(prompts.prompt_ids)),
         )
         return rollout.to(next(self._base.policy.parameters()).device)

@@ -58,6 +58,11 @@ def test_a_target_says_which_way_is_better_and_a_plain_count_says_nothing() -> N
     assert less_is_better(figure("x", [1.0], "share", ">= 0.5")) is False
     assert less_is_better(figure("x", [1.0], "nats", "< 10")) is True
     assert less_is_better(figure("x", [1.0], "tokens")) is None
+
+
+def test_times_faster_and_milliseconds_a_token_have_their_way() -> None:
+    assert less_is_better(figure("x", [2.0], "times")) is False
+    assert less_is_better(figure("x", [2.0], "ms a token")) is True
     assert changes(result(figure("x", [1.0], "tokens")), result(figure("x", [9.0], "tokens"))) == []
 
 

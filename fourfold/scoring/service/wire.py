@@ -52,26 +52,7 @@ def rows_of(rollout: Rollout) -> Rows:
 
 def rollout_of(rows: Rows, pad_id: int, device: torch.device) -> Rollout:
     """The same rows, padded as the data contract says; what a sampler would know about them is 0."""
-    width = max(1, *(len(prompt) for prompt in rows.prompts))  # the state before the first token needs a column
-    longest = max(len(response) for response in rows.responses)
-    sequences = torch.full((len(rows), width + longest), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(sequences, dtype=torch.bool)
-    for i, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
-        real = slice(width - len(prompt), width + len(response))
-        sequences[i, real] = torch.tensor(prompt + response)
-        mask[i, real] = True
-    zeros = torch.zeros(len(rows), longest)
-    rollout = Rollout(
-        prompt_mask=mask[:, :width],
-        response_mask=mask[:, width:],
-        sequences=sequences,
-        log_probs=zeros,
-        sampler_log_probs=zeros,
-        truncated=torch.zeros(len(rows), dtype=torch.bool),
-        policy_version=torch.zeros(len(rows), dtype=torch.int64),
-        prompt_id=torch.zeros(len(rows), dtype=torch.int64),
-    )
-    return rollout.to(device)
+    return Rollout.of_tokens(rows.prompts, rows.responses, pad_id).to(device)
 
 
 def encode(message: dict[str, Any]) -> bytes:
