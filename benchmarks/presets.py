@@ -1,8 +1,9 @@
 """What the files in examples/levers come to: reads finished runs of them, several seeds each, and writes a result.
 
 `python -m benchmarks.presets RUN [RUN ...]` takes the runs' folders, named after their file and, but for the first
-seed, a number: runs/levers/lora, runs/levers/lora-1. Medians and spread are over the seeds of a file. Tensors are
-counted where a run was given `memory.count_tensors`, which makes its seconds longer: one seed with it is enough.
+seed, a number: runs/levers/lora, runs/levers/lora-1. Presets of which no run is given keep their figures. Medians and
+spread are over the seeds of a file. Tensors are counted where a run was given `memory.count_tensors`, which makes its
+seconds longer: one seed with it is enough.
 """
 
 from __future__ import annotations
@@ -14,7 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import ROOT, Figure, Result, commit, hardware, number, today, versions, write_result
+from benchmarks.results import (
+    FOLDER,
+    ROOT,
+    Figure,
+    Result,
+    commit,
+    hardware,
+    number,
+    origin,
+    read_results,
+    today,
+    versions,
+    write_result,
+)
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.training.folder import saved_config
@@ -36,6 +50,7 @@ UNITS = {
 }
 
 
+STAMP = ("date", "hardware", "commit", "versions")
 TARGETS = {"max-savings: tensors": "<= 358.4"}  # 0.35 GiB
 
 
@@ -96,6 +111,28 @@ def presets_table(result: Result) -> list[str]:
     return rows
 
 
+def presets_origins(result: Result) -> list[str]:
+    """Where and when the presets were measured: a line for those that were measured together."""
+    told: dict[str, list[str]] = {}
+    for preset, about in result.config["presets"].items():
+        told.setdefault(origin(result, about.get("measured")), []).append(preset)
+    return [f"* {', '.join(names)}: {where}." for where, names in told.items()]
+
+
+def merged(earlier: Result | None, found: Result) -> Result:
+    """The result with the presets of the earlier one that were not measured again, and where they were."""
+    if earlier is None:
+        return found
+    measured = {name: getattr(earlier, name) for name in STAMP}
+    new = found.config["presets"]
+    kept = {
+        name: {"measured": measured, **about} for name, about in earlier.config["presets"].items() if name not in new
+    }
+    figures = [each for each in earlier.figures if each.name.partition(": ")[0] in kept]
+    config = {"presets": dict(sorted({**kept, **new}.items()))}
+    return found.model_copy(update={"config": config, "figures": (*figures, *found.figures)})
+
+
 def _cell(figure: Figure | None) -> str:
     if figure is None:
         return "-"
@@ -117,17 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if configs.setdefault(name, config) != config:
             parser.error(f"{run} has other settings than the runs of {name!r} before it; give runs that differ in seed")
         presets.setdefault(name, []).append(summary)
-    about = {name: {"settings": configs[name], "seeds": [s["seed"] for s in given]} for name, given in presets.items()}
-    result = Result(
-        name="presets",
-        date=today(),
-        hardware=hardware(),
-        versions=versions(PACKAGES),
-        commit=commit(),
-        config={"presets": about},
-        figures=tuple(figures(presets)),
-    )
-    print(write_result(result).relative_to(ROOT))
+    stamp = {"date": today(), "hardware": hardware(), "commit": commit(), "versions": versions(PACKAGES)}
+    about = {
+        name: {"settings": configs[name], "seeds": [each["seed"] for each in given], "measured": stamp}
+        for name, given in presets.items()
+    }
+    found = Result(name="presets", config={"presets": about}, figures=tuple(figures(presets)), **stamp)  # type: ignore[arg-type]
+    earlier = next((each for each in reversed(read_results(FOLDER)) if each.name == "presets"), None)
+    print(write_result(merged(earlier, found), instead_of=earlier).relative_to(ROOT))
     return 0
 
 

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 # What a result depends on: a change of a document or of another result does not make a commit inexact.
+# Of a processor's instructions for matrix products those that make it another machine, the fastest first.
+INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
 MEASURED = ("fourfold", "benchmarks/*.py", "benchmarks/*.txt", "pyproject.toml", "constraints.txt")
 COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
@@ -152,10 +154,10 @@ def newest(name: str, machine: str, folder: Path = FOLDER) -> Result | None:
 
 def origin(result: Result, about: Mapping[str, Any] | None = None) -> str:
     """When, where and of what a result, or the part of it that `about` tells this of, was measured."""
-    told = {"date": result.date, "commit": result.commit, "versions": result.versions, **(about or {})}
+    told = {name: getattr(result, name) for name in ("date", "hardware", "commit", "versions")} | dict(about or {})
     short = told["commit"][:10] + (" with changes" if told["commit"].endswith("-dirty") else "")
     libraries = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-    return f"{told['date']}, {result.hardware}; commit {short}; {libraries}"
+    return f"{told['date']}, {told['hardware']}; commit {short}; {libraries}"
 
 
 def side_line(name: str, side: Mapping[str, Any]) -> str:
@@ -173,16 +175,20 @@ def hardware(*, gpu: str = "no GPU") -> str:
     """Logical cores, processor, memory and accelerator of this machine, in words."""
     cores = os.cpu_count() or 1
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{cores} x {_processor()}, {memory_gib:.0f} GiB, {gpu}"
-
-
-def _processor() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        about_cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+        about_cpu = ""
+    return f"{cores} x {processor(about_cpu)}, {memory_gib:.0f} GiB, {gpu}"
+
+
+def processor(about: str) -> str:
+    """Name and widest instructions for matrix products, out of /proc/cpuinfo: machines rented under one name differ."""
+    name = re.search(r"^model name\s*:\s*(.+)$", about, flags=re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", about, flags=re.MULTILINE)
+    known = flags[1].split() if flags else []
+    widest = next((f" ({each})" for each in INSTRUCTIONS if each in known), "")
+    return (name[1].strip() if name else platform.machine()) + widest
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

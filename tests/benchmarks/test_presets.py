@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.presets import UNITS, counted_bytes, figures, measured, preset_of, presets_table
+from benchmarks.presets import (
+    UNITS,
+    counted_bytes,
+    figures,
+    measured,
+    merged,
+    preset_of,
+    presets_origins,
+    presets_table,
+)
 from benchmarks.results import Result
 
 
@@ -66,3 +75,33 @@ def test_the_most_live_bytes_are_found_by_what_ran(tmp_path: Path) -> None:
     rows += [{"kind": "span", "role": "", **dict(zip(names, span, strict=True))} for span in spans]
     (tmp_path / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert counted_bytes(tmp_path) == {"load": 11, "sft": 4, "ppo": 7}
+
+
+def presets_result(given: dict[str, list[dict[str, Any]]], machine: str, commit: str) -> Result:
+    """A result of presets as the command forms it."""
+    stamp: dict[str, Any] = {
+        "date": "2026-01-02", "hardware": machine, "versions": {"torch": "2"}, "commit": commit * 40
+    }  # fmt: skip
+    about = {name: {"settings": {}, "seeds": list(range(len(runs))), "measured": stamp} for name, runs in given.items()}
+    return Result(name="presets", config={"presets": about}, figures=tuple(figures(given)), **stamp)
+
+
+def test_presets_that_are_not_measured_again_keep_figures_and_origin() -> None:
+    earlier = presets_result({"lora": [summary(0.6, 30.0)], "full": [summary(0.3, 7.0)]}, "one machine", "a")
+    found = merged(earlier, presets_result({"full": [summary(0.4, 9.0)]}, "another", "b"))
+    values = {figure.name: figure.value for figure in found.figures}
+    assert values["lora: judge"] == pytest.approx(0.5) and values["full: judge"] == pytest.approx(0.3)
+    assert list(found.config["presets"]) == ["full", "lora"]
+    full, lora = presets_origins(found)
+    assert full.startswith("* full: ") and "another; commit bbbb" in full
+    assert lora.startswith("* lora: ") and "one machine; commit aaaa" in lora
+    assert merged(None, earlier) == earlier
+
+
+def test_presets_of_a_result_without_origins_of_its_own_have_that_of_the_result() -> None:
+    earlier = presets_result({"lora": [summary(0.6, 30.0)]}, "one machine", "a")
+    del earlier.config["presets"]["lora"]["measured"]
+    (line,) = presets_origins(earlier)
+    assert "one machine" in line
+    found = merged(earlier, presets_result({"full": [summary(0.3, 7.0)]}, "another", "b"))
+    assert found.config["presets"]["lora"]["measured"]["hardware"] == "one machine"

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.results import FOLDER, Figure, Result, commit, hardware, read_result, read_results, slug, write_result
+from benchmarks.results import (
+    FOLDER,
+    Figure,
+    Result,
+    commit,
+    hardware,
+    processor,
+    read_result,
+    read_results,
+    slug,
+    write_result,
+)
 
 KEYS = {"hardware", "versions", "commit", "config", "figures"}
 FIGURE_KEYS = {"name", "value", "unit", "spread", "against", "target"}
@@ -124,6 +136,22 @@ def test_the_commit_is_named_and_changes_of_measured_files_are_said(tmp_path: Pa
 def test_outside_a_repository_there_is_no_commit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="results name the commit"):
         commit(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ("model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", "AMD EPYC (avx512_bf16)"),
+        ("model name\t: AMD EPYC\nflags\t\t: fpu sse avx2\n", "AMD EPYC (avx2)"),
+        ("model name\t: Old CPU\nflags\t\t: fpu sse\n", "Old CPU"),
+    ],
+)
+def test_processors_of_one_name_with_other_instructions_have_other_names(about: str, expected: str) -> None:
+    assert processor(about) == expected
+
+
+def test_a_processor_without_a_name_is_called_by_its_architecture() -> None:
+    assert processor("Features\t: fp asimd sve\n") == f"{platform.machine()} (sve)"
 
 
 def test_this_machine_has_a_name_for_a_file() -> None:
