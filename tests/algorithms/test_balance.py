@@ -38,7 +38,7 @@ def test_gradient_norm_weights_make_the_norms_alike(norms: list[float]) -> None:
 def test_factors_keep_the_scale_of_the_loss_and_are_bounded(numbers: list[float]) -> None:
     for weights in (uncertainty_weights(torch.tensor(numbers)), gradient_norm_weights(torch.tensor(numbers))):
         assert weights.mean().item() == pytest.approx(1.0, rel=1e-5)
-        assert 0 < weights.min().item()
+        assert weights.min().item() > 0
         assert weights.max().item() / weights.min().item() <= LARGEST**2 * (1 + 1e-4)
 
 
