@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service
 from fourfold.config.schema import RunConfig
@@ -16,6 +16,7 @@ from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.external import External, load_external, placed, weight_bytes
+from fourfold.models.heads import MultiHead, ScalarHead, VectorHead
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.llama_roles import reference_by_llama_cpp
 from fourfold.models.loading import Base
@@ -112,6 +113,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
             load_role(sft, actor, record_for(config, "policy"))
     reference = _reference(config, base, room, actor, away="reference" in away)
     critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
+    give_value_head(config, critic)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
     critic.branch.compute_dtype = dtype_of(config.precision.critic, critic.branch.compute_dtype)
@@ -251,7 +253,33 @@ def _hold(role: Policy | Scorer, kind: str, base: Base, setting: str) -> None:
     hold_narrowly(role.branch)
 
 
-def set_new_head_bias(critic: Scorer, mean_score: float) -> None:
-    """Start a new value head at the mean score, so that the first advantages are centred."""
+def set_new_head_bias(critic: Scorer, mean_score: Tensor) -> None:
+    """Start a new value head at the mean score (one a dimension), so that the first advantages are centred.
+
+    Of a vector head the dimension that says what the reward model says stays as it is.
+    """
+    linear = critic.head.linear
     with torch.no_grad():
-        critic.head.linear.bias.fill_(mean_score)
+        fresh = (linear.weight == 0).all(dim=1)
+        linear.bias.copy_(torch.where(fresh, mean_score.to(linear.bias.device), linear.bias))
+
+
+def give_value_head(config: RunConfig, critic: Scorer) -> None:
+    """Put the head of the settings on a critic that has a scalar one, whose dimension goes on saying what that says.
+
+    What a reward model scores is the value of its own part; all other dimensions are new.
+    """
+    names, hidden = config.value_dimensions, critic.branch.hidden_size
+    if not names:
+        return
+    if config.critic.heads == "multi":
+        head: VectorHead = MultiHead(hidden, len(names), config.critic.head_width, config.seed)
+    else:
+        head = VectorHead(hidden, len(names))
+    if config.critic.init == "reward":
+        assert isinstance(critic.head, ScalarHead), "a reward model has one number"
+        head.start_from(critic.head, 0)
+    if config.critic.loss_balance == "fixed":
+        counts = [config.critic.loss_weights.get(name, 1.0) for name in names]
+        head.loss_weights.copy_(torch.tensor(counts))
+    critic.head = head.to(critic.head.linear.weight.device)

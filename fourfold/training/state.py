@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fourfold.algorithms.kl import adapt_kl_coef
 from fourfold.algorithms.masking import masked_sum
 from fourfold.algorithms.rewards import RunningMoments
@@ -30,6 +32,22 @@ class Progress:
     optimizer_steps: int = 0
     best_metric: float | None = None
     moments: RunningMoments = field(default_factory=RunningMoments)
+    part_moments: tuple[RunningMoments, ...] = ()
+
+    def observe(self, scored: ScoredRollout) -> None:
+        """Scores have come in, all of them valid: they go into the running moments, of the total and of each part."""
+        self.moments, self.part_moments = self._moments_with(scored)
+
+    def _moments_with(self, scored: ScoredRollout) -> tuple[RunningMoments, tuple[RunningMoments, ...]]:
+        parts = scored.score_parts.unbind(dim=1)
+        known = self.part_moments or (RunningMoments(),) * len(parts)
+        updated = tuple(each.update(scores) for each, scores in zip(known, parts, strict=True))
+        return self.moments.update(scored.scores), updated
+
+    @property
+    def shaping(self) -> Shaping:
+        """What the scores of a step are shaped with."""
+        return Shaping(self.kl_coef, self.moments, self.part_moments)
 
     def count(self, scored: ScoredRollout, optimizer_steps: int, settings: PpoSection) -> None:
         """A step is done; the adaptive controller moves kl_coef by the very KL that was penalised."""
@@ -46,10 +64,10 @@ class Progress:
                 num_sequences=len(scored.sequences),
             )
 
-    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> float:
-        """Of responses that were scored before the first step: where a new value head starts."""
-        shaping = Shaping(self.kl_coef, self.moments.update(scored.scores))
-        return float(shape_scores(scored, settings, shaping).mean())
+    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> Tensor:
+        """Of responses that were scored before the first step: where a new value head starts; one a dimension."""
+        shaping = Shaping(self.kl_coef, *self._moments_with(scored))
+        return shape_scores(scored, settings, shaping).mean(dim=0)
 
     def is_best(self, value: float, mode: str) -> bool:
         """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""
@@ -61,12 +79,14 @@ class Progress:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "moments": self.moments.to_dict()}
+        parts = [each.to_dict() for each in self.part_moments]
+        return {**asdict(self), "moments": self.moments.to_dict(), "part_moments": parts}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Progress:
         """The inverse of `as_dict`."""
-        return cls(**{**state, "moments": RunningMoments.from_dict(state["moments"])})
+        parts = tuple(RunningMoments.from_dict(each) for each in state["part_moments"])
+        return cls(**{**state, "moments": RunningMoments.from_dict(state["moments"]), "part_moments": parts})
 
 
 def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
