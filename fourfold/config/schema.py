@@ -53,6 +53,10 @@ __all__ = [
 ]
 
 
+# The last dimension of a critic that has several: the KL, the length, the missing EOS.
+PENALTIES = "penalties"
+
+
 class RunConfig(Section):
     """All settings of a run; what is not given has the default shown by `fourfold init`."""
 
@@ -92,6 +96,11 @@ class RunConfig(Section):
             "actor": learning * (updates - turns["critic"]),
             "critic": warmup * updates + learning * (updates - turns["actor"]),
         }
+
+    @property
+    def value_dimensions(self) -> tuple[str, ...]:
+        """What a critic of several dimensions has a value of: the parts of the reward, and the penalties; else none."""
+        return () if self.critic.heads == "scalar" else (*self.reward.dimensions, PENALTIES)
 
     @property
     def reference_differs(self) -> bool:

@@ -174,4 +174,4 @@ class MultiHead(VectorHead):
         return self.linear(hidden) + (units * self.outer).sum(dim=-1)
 
 
-NumberHead = ScalarHead | VectorHead
+AnyNumberHead = ScalarHead | VectorHead

@@ -27,7 +27,7 @@ from fourfold.memory.activations import Forgetting, checkpoint_modules
 from fourfold.memory.offload import Residency, absent, residency_of
 from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
-from fourfold.models.heads import LanguageHead, NumberHead, ScalarHead
+from fourfold.models.heads import AnyNumberHead, LanguageHead, ScalarHead
 from fourfold.models.products import rounded
 from fourfold.models.split import Part
 
@@ -163,7 +163,7 @@ class Scorer(_Role):
     fourfold.training.joint, which scales it.
     """
 
-    def __init__(self, branch: Part, head: NumberHead) -> None:
+    def __init__(self, branch: Part, head: AnyNumberHead) -> None:
         super().__init__(branch)
         self.head = head
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fourfold.planner.bill import Phase
+from fourfold.planner.number_head import ONE_NUMBER, NumberHead
 from fourfold.planner.passes import Cut
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 from fourfold.planner.scene import WIDTHS, Scene
@@ -31,7 +32,8 @@ def own_parameters(scene: Scene, role: Part) -> int:
     base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
     if role == "trunk":
         return base.parameters_of(0, cut.trunk)
-    scalar_head = base.hidden + 1 if role in ("critic", "reward") else 0
+    numbers = {"critic": NumberHead.of_critic(scene.config), "reward": ONE_NUMBER}.get(role)
+    scalar_head = numbers.numbers(base.hidden) if numbers is not None else 0
     if mode == "adapters":
         return cut.adapter_parameters + scalar_head
     branch = base.parameters_of(cut.trunk, base.layers) + base.final_norm_parameters + scalar_head

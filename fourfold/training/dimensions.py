@@ -14,18 +14,18 @@ from fourfold.algorithms.losses import ValueLoss
 from fourfold.algorithms.masking import masked_mean
 from fourfold.batch import Experience
 from fourfold.config.schema import RunConfig
-from fourfold.models.heads import NumberHead, VectorHead
+from fourfold.models.heads import AnyNumberHead, VectorHead
 
 Balance = Literal["fixed", "uncertainty", "grad_norm"]
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Names of the parts of the reward and of the penalties, in the order of the critic's numbers; none of a scalar one.
+    """Names of the parts of the reward and of the penalties, in the order of the critic's numbers; of a scalar one none.
 
     What their losses count lies in the critic's head (`VectorHead.loss_weights`), and so in its checkpoints: under
-    "uncertainty" it follows from every rollout's errors before the first mini-batch; under "grad_norm" from the gradients
-    of the mini-batch before.
+    "uncertainty" it follows from every rollout's errors before the first mini-batch; under "grad_norm" from the
+    gradients of the mini-batch before.
     """
 
     names: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Dimensions:
         return torch.tensor(self.value_clip_eps, device=like.device) if self.names else default
 
     @torch.no_grad()
-    def begin(self, head: NumberHead, experience: Experience) -> None:
+    def begin(self, head: AnyNumberHead, experience: Experience) -> None:
         """A rollout is to be learned from."""
         if self.balance != "uncertainty" or not isinstance(head, VectorHead):
             return
@@ -66,7 +66,7 @@ class Dimensions:
             sums[f"squares/{name}"] += float(slope.float().square().sum())
 
     @torch.no_grad()
-    def conclude(self, head: NumberHead, sums: dict[str, float], before: Mapping[str, float]) -> None:
+    def conclude(self, head: AnyNumberHead, sums: dict[str, float], before: Mapping[str, float]) -> None:
         """A mini-batch is done; `before` is what the sums were when it began."""
         if self.balance != "grad_norm" or not isinstance(head, VectorHead):
             return

@@ -16,9 +16,7 @@ from fourfold.models.roles import Policy
 from fourfold.training.learner import Learner, Totals
 
 
-def value_objective(
-    learner: Learner, hidden: Tensor, part: Experience, settings: PpoSection, totals: Totals
-) -> Tensor:
+def value_objective(learner: Learner, hidden: Tensor, part: Experience, settings: PpoSection, totals: Totals) -> Tensor:
     """The critic's objective, from what its head reads before each response token [batch, response, hidden].
 
     Of several dimensions it is the sum of their losses, each times what it counts (fourfold.training.dimensions).

@@ -49,6 +49,7 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)
     _of_the_reward(config.reward, because)
+    _of_the_values(config, because)
     if config.ppo.kl_controller == "fixed":
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:
@@ -114,6 +115,19 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
         reason = f"reward.source = {reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)
         because(reason, "data", "pairs", "pairs_test")
+
+
+def _of_the_values(config: RunConfig, because: Because) -> None:
+    critic = config.critic
+    if critic.heads == "scalar":
+        reason = "critic.heads = 'scalar' has one value"
+        because(reason, "critic", "head_width", "loss_balance", "loss_weights", "value_clip_eps")
+        because(reason, "ppo", "whiten_dimensions")
+        return
+    if critic.heads != "multi":
+        because(f"critic.heads = {critic.heads!r} has no layers of its own", "critic", "head_width")
+    if critic.loss_balance != "fixed":
+        because(f"critic.loss_balance = {critic.loss_balance!r} finds them", "critic", "loss_weights")
 
 
 def _of_the_trunk(trunk: TrunkSection, because: Because) -> None:

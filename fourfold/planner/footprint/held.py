@@ -204,8 +204,10 @@ def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:
     scoring = _of_phase("score")
     rollout = 9 * tokens + 4 * 2 * response
     yield Item("run", "experience", 2 * rollout + 8 * response, sampling, why="ids, masks, log-probs, random numbers")
-    yield Item("run", "experience", rollout + 20 * response, scoring, why="the rollout and five opinions a token")
-    copies = 2 * rollout + 52 * response
+    more = 4 * (cast.critic.numbers.outputs - 1) * response  # of each further value, and its reward and return
+    opinions = rollout + 20 * response + more
+    yield Item("run", "experience", opinions, scoring, why="the rollout and five opinions a token")
+    copies = 2 * rollout + 52 * response + 4 * more
     yield Item("run", "experience", copies, learning, why="the rollout, its opinions, and both selected for learning")
     trunk = cast.trunk
     if trunk is None or cast.trained_trunk is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.footprint.form import Attention, Form, Lora
 from fourfold.planner.footprint.head import HeadForm
+from fourfold.planner.number_head import ONE_NUMBER, NumberHead
 from fourfold.planner.quantization import QUANTIZED, matrix_bytes
 from fourfold.planner.scene import WIDTHS, Scene
 
@@ -23,6 +24,7 @@ class Role:
     head: HeadForm | None = None
     own_head: bool = False
     tied: bool = False  # the head is the part's own table
+    numbers: NumberHead = ONE_NUMBER  # of a critic or reward model
 
     @property
     def scalar(self) -> bool:
@@ -36,12 +38,12 @@ class Role:
         own += 0 if shared_base else part_bytes(self.form)
         if self.head is not None and self.own_head and not self.tied:
             own += self.head.numbers * self.head.width
-        return own + (4 * (self.form.architecture.hidden + 1) if self.scalar else 0)
+        return own + (4 * self.numbers.numbers(self.form.architecture.hidden) if self.scalar else 0)
 
     def trained_numbers(self) -> int:
         """Parameters with a gradient."""
         a, form = self.form.architecture, self.form
-        scalar = a.hidden + 1 if self.scalar else 0
+        scalar = self.numbers.numbers(a.hidden) if self.scalar else 0
         if form.lora is not None:
             return lora_numbers(form) + scalar
         if not form.trained:
@@ -55,24 +57,26 @@ class Role:
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Of the trained parameters that are matrices: numbers in each, and how many there are of that size."""
-        a, form, scalar = self.form.architecture, self.form, (self.form.architecture.hidden, int(self.scalar))
-        lora = form.lora
+        a, form, lora, scalar = self.form.architecture, self.form, self.form.lora, self._number_matrices()
         if lora is not None:
             on = [each for each in form.linears() if lora.on(each.name)]
-            return [*((lora.rank * size, each.count) for each in on for size in each[1:3]), scalar]
+            return [*((lora.rank * size, each.count) for each in on for size in each[1:3]), *scalar]
         if not form.trained:
             return []
         found = [(each.numbers, each.count) for each in form.linears()]
         places = a.learned_positions * a.hidden
         found += [(size, int(form.embedding)) for size in (a.embedding_parameters - places, places)]
         head = self._own_head_numbers()
-        return [*found, (head, int(head > 0)), scalar]
+        return [*found, (head, int(head > 0)), *scalar]
 
     def matrix_numbers(self) -> int:
         """Of the trained ones, those in matrices that autocast rounds for products; adapters stay as they are."""
         if self.form.lora is not None:
             return 0
-        return sum(size * count for size, count in self.matrix_sizes()) - self.form.architecture.hidden * self.scalar
+        return sum(size * count for size, count in self.matrix_sizes()) - sum(n for n, _ in self._number_matrices())
+
+    def _number_matrices(self) -> list[tuple[int, int]]:
+        return [(size, 1) for size in self.numbers.matrices(self.form.architecture.hidden)] if self.scalar else []
 
     def largest(self) -> int:
         """Numbers of the largest trained parameter."""
@@ -144,7 +148,11 @@ def cast_of(scene: Scene) -> Cast:
         learner = replace(_learning(scene, own), lora=lora)
     tied = a.tied_embeddings and not shared
     actor = Role("actor", learner, head, own_head=not shared, tied=tied)
-    critic = Role("critic", replace(learner, compute=_width(scene.config.precision.critic, learner.compute)))
+    critic = Role(
+        "critic",
+        replace(learner, compute=_width(scene.config.precision.critic, learner.compute)),
+        numbers=NumberHead.of_critic(config),
+    )
     if config.memory.optimizer_residency == "offload" and mode != "adapters":
         actor, critic = _narrowed(actor), _narrowed(critic)
     return Cast(
