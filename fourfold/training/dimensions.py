@@ -21,7 +21,7 @@ Balance = Literal["fixed", "uncertainty", "grad_norm"]
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Names of the parts of the reward and of the penalties, in the order of the critic's numbers; of a scalar one none.
+    """Names of the reward's parts and of the penalties, in the order of the critic's numbers; of a scalar one none.
 
     What their losses count lies in the critic's head (`VectorHead.loss_weights`), and so in its checkpoints: under
     "uncertainty" it follows from every rollout's errors before the first mini-batch; under "grad_norm" from the

@@ -35,8 +35,8 @@ def sampled_weights(config: RunConfig) -> Iterator[str]:
         return
     if len(reward.parts) < 2:
         yield (
-            f"reward.weights: given 'sampled', but there are {len(reward.parts)} reward.parts to weigh; allowed: two or "
-            "more"
+            f"reward.weights: given 'sampled', but there are {len(reward.parts)} reward.parts to weigh; allowed: at "
+            "least two"
         )
     for name, part in reward.parts.items():
         if part.weight <= 0:
