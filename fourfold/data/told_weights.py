@@ -18,6 +18,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from fourfold.batch import Rollout
+from fourfold.config.schema import RunConfig
 
 PARTS_OF_ONE = 10
 Tenths = tuple[int, ...]
@@ -36,17 +37,24 @@ class ToldWeights:
         # A Dirichlet distribution; with equal weights all of its parameters are the concentration.
         self._alphas = [concentration * len(weights) * weight / self._sum for weight in weights.values()]
 
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Any) -> ToldWeights | None:
+        """Those of a run; None where its prompts are told of none."""
+        reward = config.reward
+        if reward.weights != "sampled":
+            return None
+        weights = {name: part.weight for name, part in reward.parts.items()}
+        return cls(tokenizer, weights, reward.weights_concentration)
+
     def draw(self, seed: int) -> Tenths:
         """Weights from the Dirichlet distribution, rounded to tenths that add up to 1; a function of the seed alone."""
         generator = random.Random(seed)
-        gammas = [generator.gammavariate(alpha, 1.0) for alpha in self._alphas]
-        total = sum(gammas) or 1.0
-        shares = [PARTS_OF_ONE * gamma / total for gamma in gammas]
-        tenths = [int(share) for share in shares]
-        largest_rests = sorted(range(len(shares)), key=lambda k: (tenths[k] - shares[k], k))
-        for k in largest_rests[: PARTS_OF_ONE - sum(tenths)]:
-            tenths[k] += 1
-        return tuple(tenths)
+        return _in_tenths([generator.gammavariate(alpha, 1.0) for alpha in self._alphas])
+
+    @property
+    def mean(self) -> Tenths:
+        """The weights of the settings, in parts of their sum."""
+        return _in_tenths(self._alphas)
 
     def parse(self, given: str) -> Tenths:
         """Weights that somebody typed, such as 'safety=0.8,brevity=0.2'; a part that is not named has 0."""
@@ -105,10 +113,15 @@ class ToldWeights:
             mask[row, columns.to(mask.device)] = False
         return replace(rollout, prompt_mask=mask)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text."""
-        return max(map(len, self._ids.values()))
+    def room(self, max_tokens: int) -> int:
+        """Tokens that prompts of at most `max_tokens` have for themselves."""
+        longest = max(map(len, self._ids.values()))
+        if longest >= max_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens: given {max_tokens}, of which the weights in front of a prompt take up to "
+                f"{longest} (reward.weights = 'sampled'); allowed: more than that; try {longest + max_tokens}"
+            )
+        return max_tokens - longest
 
     @cached_property
     def _ids(self) -> dict[Tenths, list[int]]:
@@ -142,6 +155,17 @@ class ToldWeights:
             length = next(known, 0)
             assert length, "every prompt of a run with sampled weights begins with them"
             yield self._by_ids[tuple(prompt[start : start + length])], columns[start : start + length]
+
+
+def _in_tenths(sizes: Sequence[float]) -> Tenths:
+    """Shares of the sum, rounded so that they add up to 1 again: those with the largest rests are rounded up."""
+    total = sum(sizes)
+    shares = [PARTS_OF_ONE * size / total for size in sizes]
+    tenths = [int(share) for share in shares]
+    largest_rests = sorted(range(len(shares)), key=lambda k: (tenths[k] - shares[k], k))
+    for k in largest_rests[: PARTS_OF_ONE - sum(tenths)]:
+        tenths[k] += 1
+    return tuple(tenths)
 
 
 def _sums_to(total: int, parts: int) -> Iterator[Tenths]:

@@ -79,8 +79,8 @@ def credit_of(experience: Experience, dimensions: Sequence[str], decode: Decode,
     """
     if not experience.by_dimension:
         raise ValueError(
-            "the critic has one value, so that its advantages do not tell the parts of the reward apart; allowed: a run "
-            "with critic.heads = 'vector' or 'multi'"
+            "the critic has one value, so that its advantages do not tell the parts of the reward apart; allowed: a "
+            "run with critic.heads = 'vector' or 'multi'"
         )
     advantages = token_advantages(experience)
     mask = experience.response_mask

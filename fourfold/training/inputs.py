@@ -18,6 +18,7 @@ from fourfold.data.records import (
     read_texts,
 )
 from fourfold.data.tokenize import encode_pairs, encode_prompts, encode_texts
+from fourfold.data.told_weights import ToldWeights
 from fourfold.models.loading import Base
 from fourfold.training.reward_model import Pair
 from fourfold.training.supervised import Texts
@@ -154,9 +155,14 @@ def _pairs(config: RunConfig, base: Base, records: list[PairRecord], name: str, 
 def _prompts(config: RunConfig, base: Base, records: list[PromptRecord], name: str, say: Say) -> Texts:
     if not records:
         return []
-    data = config.data
     encoded, report = encode_prompts(
-        base.tokenizer, records, max_tokens=data.max_prompt_tokens, truncation=data.truncation
+        base.tokenizer, records, max_tokens=prompt_tokens(config, base), truncation=config.data.truncation
     )
     say(f"data.{name}: {report.describe()}")
     return encoded
+
+
+def prompt_tokens(config: RunConfig, base: Base) -> int:
+    """The most tokens that a prompt of the data may have: what it is told of weights comes on top."""
+    told, most = ToldWeights.of(config, base.tokenizer), config.data.max_prompt_tokens
+    return most if told is None else told.room(most)
