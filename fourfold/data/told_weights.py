@@ -49,7 +49,10 @@ class ToldWeights:
     def draw(self, seed: int) -> Tenths:
         """Weights from the Dirichlet distribution, rounded to tenths that add up to 1; a function of the seed alone."""
         generator = random.Random(seed)
-        return _in_tenths([generator.gammavariate(alpha, 1.0) for alpha in self._alphas])
+        gammas = [generator.gammavariate(alpha, 1.0) for alpha in self._alphas]
+        if not sum(gammas):  # all have underflowed, under a concentration so small that one part has all the weight
+            gammas[generator.randrange(len(gammas))] = 1.0
+        return _in_tenths(gammas)
 
     @property
     def mean(self) -> Tenths:
