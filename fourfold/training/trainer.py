@@ -20,13 +20,13 @@ from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
 from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.combined import Reward
 from fourfold.scoring.pipeline import Scored, learnable, score
-from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
-from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
+from fourfold.training.experience import Shaping, estimate_advantages
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
@@ -42,7 +42,7 @@ class Trainer:
 
     config: RunConfig
     models: FourModels
-    reward: RewardSource
+    reward: Reward
     sampler: Sampler
     learner: Learner
     sizes: BatchSizes
@@ -119,7 +119,7 @@ class Trainer:
         with self.census.phase(self.meter, "score"):
             scored, valid = self._score(rollout, activations)
             self.progress.moments = self.progress.moments.update(scored.scores[valid])
-            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_failure)
+            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_invalid)
             shaping = Shaping(self.progress.kl_coef, self.progress.moments)
             experience = estimate_advantages(scored.select(rows), settings, shaping)
         with self.census.phase(self.meter, "learn"):
@@ -142,8 +142,8 @@ class Trainer:
             learned.metrics | self.sizes.metrics(len(rollout.sequences)),
             self.accountant.step(rollout, learned, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
-            kl_coef=shaping.kl_coef,
-            shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
+            config=self.config,
+            shaping=shaping,
         )
 
     def _score(self, rollout: Rollout, activations: Activations) -> Scored:
@@ -168,8 +168,8 @@ class Trainer:
             scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
-        scored = scored.select(valid.nonzero()[:, 0])
-        return summarise(scored, *texts_of(scored, self.models.base.tokenizer), self.judge)
+        kept, names = scored.select(valid.nonzero()[:, 0]), self.config.reward.dimensions
+        return summarise(kept, self.models.base.tokenizer, self.judge, names)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""

@@ -205,9 +205,9 @@ def scored_rows(truncated: list[bool], scores: list[float]) -> ScoredRollout:
     rollout = replace(tiny_rollout(LENGTHS[: len(scores)]), truncated=torch.tensor(truncated))
     zeros = torch.zeros_like(rollout.log_probs)
     carried = {field.name: getattr(rollout, field.name) for field in fields(Rollout)}
-    return ScoredRollout(
-        **carried, ref_log_probs=zeros, kl=zeros, values=zeros, last_values=zeros[:, 0], scores=torch.tensor(scores)
-    )
+    said = {"ref_log_probs": zeros, "kl": zeros, "values": zeros, "last_values": zeros[:, 0]}
+    total = torch.tensor(scores)
+    return ScoredRollout(**carried, **said, scores=total, score_parts=total[:, None])
 
 
 SCORED = scored_rows([False, True, False, True, False], [1.0, 2.0, 3.0, 4.0, 5.0])

@@ -211,7 +211,8 @@ def scored(gaps: list[list[float]]) -> ScoredRollout:
     held[rollout.response_mask] = -torch.tensor([gap for row in gaps for gap in row])
     zeros, per_row = torch.zeros_like(held), torch.zeros(len(gaps))
     given = {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
-    return ScoredRollout(**given, ref_log_probs=held, kl=zeros, values=zeros, last_values=per_row, scores=per_row)
+    said = {"values": zeros, "last_values": per_row, "scores": per_row, "score_parts": per_row[:, None]}
+    return ScoredRollout(**given, ref_log_probs=held, kl=zeros, **said)
 
 
 def test_the_bias_and_its_error_of_numbers_worked_out_by_hand() -> None:
