@@ -115,6 +115,11 @@ class ScalarHead(nn.Module):
         self.register_buffer("scale", torch.ones((), dtype=torch.float32))
         self.register_buffer("shift", torch.zeros((), dtype=torch.float32))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is said of one hidden state."""
+        return ()
+
     def forward(self, hidden: Float[Tensor, "*any hidden"]) -> Float32[Tensor, "*any"]:
         """One float32 number for every hidden state."""
         return self.scale * self.linear(hidden.float()).squeeze(-1) + self.shift
@@ -139,6 +144,11 @@ class VectorHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
         for name, tensor in (("scale", torch.ones), ("shift", torch.zeros), ("loss_weights", torch.ones)):
             self.register_buffer(name, tensor(dimensions, dtype=torch.float32))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is said of one hidden state."""
+        return (self.linear.out_features,)
 
     def forward(self, hidden: Float[Tensor, "*any hidden"]) -> Float32[Tensor, "*any dimensions"]:
         """A float32 number for each dimension of every hidden state."""

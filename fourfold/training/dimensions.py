@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from torch import Tensor
 from fourfold.algorithms.balance import gradient_norm_weights, uncertainty_weights
 from fourfold.algorithms.losses import ValueLoss
 from fourfold.algorithms.masking import masked_mean
+from fourfold.algorithms.statistics import correlations, explained_variance, moments
 from fourfold.batch import Experience
 from fourfold.config.schema import RunConfig
 from fourfold.models.heads import AnyNumberHead, VectorHead
@@ -99,3 +101,23 @@ class Dimensions:
 
 
 ONE_VALUE = Dimensions()
+
+
+def dimensions_row(score_parts: Tensor, experience: Experience, config: RunConfig) -> dict[str, float]:
+    """How the parts of a reward relate, and how well a critic of several dimensions knows each.
+
+    `score_parts` are the raw scores [valid rows, parts] of a rollout, `experience` what was learned from.
+    """
+    row: dict[str, float] = {}
+    parts, found = config.reward.dimensions, correlations(score_parts)
+    for i, j in itertools.combinations(range(len(parts)), 2):
+        row[f"score_correlation/{parts[i]}:{parts[j]}"] = float(found[i, j])
+    mask, names = experience.response_mask, config.value_dimensions
+    if not names:
+        return row
+    apart = zip(experience.values.unbind(dim=2), experience.returns.unbind(dim=2), strict=True)
+    weights = experience.dimension_weights
+    for k, (name, (values, returns)) in enumerate(zip(names, apart, strict=True)):
+        row[f"explained_variance/{name}"] = explained_variance(values, returns, mask)
+        _, row[f"advantage_std/{name}"] = moments((returns - values) * weights[:, k : k + 1], mask)
+    return row

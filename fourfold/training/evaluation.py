@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fourfold.algorithms.statistics import distinct_n
+from fourfold.algorithms.statistics import correlations, distinct_n
 from fourfold.batch import ScoredRollout
+from fourfold.scoring.combined import Reward, parts_of, told_by
 from fourfold.scoring.sources import texts_of
 
 Judge = Callable[[Sequence[str]], list[float]]
@@ -36,12 +37,20 @@ def parts_row(parts: Tensor, names: Sequence[str], prefix: str = "") -> dict[str
     return row | {f"{prefix}score_std/{name}": float(parts[:, i].std(unbiased=False)) for i, name in enumerate(names)}
 
 
-def summarise(
-    scored: ScoredRollout, tokenizer: Any, judge: Judge | None, dimensions: Sequence[str] = ("score",)
-) -> Evaluation:
+def steering_row(scored: ScoredRollout, names: Sequence[str]) -> dict[str, float]:
+    """How far each part follows the weight that the prompt was told of it: their correlation over responses."""
+    both = [correlations(torch.stack(each, dim=1)) for each in _columns(scored)]
+    return {f"eval_steering/{name}": float(found[0, 1]) for name, found in zip(names, both, strict=True)}
+
+
+def _columns(scored: ScoredRollout) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(scored.score_weights.unbind(dim=1), scored.score_parts.unbind(dim=1), strict=True)
+
+
+def summarise(scored: ScoredRollout, tokenizer: Any, judge: Judge | None, reward: Reward) -> Evaluation:
     """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
 
-    The judge reads prompt and response as one text, as a reader would; `dimensions` name the parts of the reward.
+    The judge reads prompt and response as one text, as a reader would, without weights that the prompt is told of.
     """
     prompts, responses = texts_of(scored, tokenizer)
     mask = scored.response_mask
@@ -58,8 +67,12 @@ def summarise(
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
     }
-    metrics |= parts_row(scored.score_parts, dimensions, "eval_")
+    names, told = [part.name for part in parts_of(reward)], told_by(reward)
+    metrics |= parts_row(scored.score_parts, names, "eval_")
+    if told is not None:
+        metrics |= steering_row(scored, names)
     if judge is not None:
-        judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
+        read = prompts if told is None else texts_of(told.untold(scored), tokenizer)[0]
+        judged = judge([prompt + response for prompt, response in zip(read, responses, strict=True)])
         metrics["eval_judge_mean"] = sum(judged) / len(judged)
     return Evaluation(metrics, prompts, responses)

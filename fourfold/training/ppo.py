@@ -15,6 +15,7 @@ from fourfold.backends.local import LocalOptimizer
 from fourfold.backends.scaling import LossScale
 from fourfold.config.checks import reference_at_llama_cpp
 from fourfold.config.schema import MemorySection, OptimizerSection, PartSection, RunConfig
+from fourfold.data.told_weights import ToldWeights
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
@@ -37,11 +38,12 @@ from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
 from fourfold.rollout.sampler import Sampler
 from fourfold.scoring.ahead import Ahead
-from fourfold.scoring.combined import Combined, Reward, RewardPart
+from fourfold.scoring.combined import Combined, Reward, RewardPart, told_by
 from fourfold.scoring.external import ExternalReward
 from fourfold.scoring.sources import FunctionReward, ModelReward
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
+from fourfold.training.dimensions import Dimensions
 from fourfold.training.folder import RunFolder
 from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
@@ -73,7 +75,8 @@ class Stores:
 def reward_source(config: RunConfig, models: FourModels) -> Reward:
     """The reward model, of this family or another, the function that the settings name, or the sum of their parts."""
     if config.reward.source == "combined":
-        return Combined(tuple(_part(name, part, models) for name, part in config.reward.parts.items()))
+        parts = tuple(_part(name, part, models) for name, part in config.reward.parts.items())
+        return Combined(parts, ToldWeights.of(config, models.base.tokenizer))
     if config.reward.source == "function":
         return FunctionReward.named(
             config.reward.function,
@@ -139,10 +142,19 @@ def build_trainer(
         sizes=sizes,
         census=census,
         prompts=PromptStream(
-            prompts, seed=config.seed, rows=ppo.rollout_batch_size, responses_per_prompt=sampling.responses_per_prompt
+            prompts,
+            seed=config.seed,
+            rows=ppo.rollout_batch_size,
+            responses_per_prompt=sampling.responses_per_prompt,
+            told=told_by(reward),
         ),
         evaluation_prompts=(
-            evaluation_batch(prompts_test, seed=config.seed, responses_per_prompt=evaluation.responses_per_prompt)
+            evaluation_batch(
+                prompts_test,
+                seed=config.seed,
+                responses_per_prompt=evaluation.responses_per_prompt,
+                told=told_by(reward),
+            )
             if prompts_test
             else None
         ),
@@ -238,7 +250,7 @@ def _learner(config: RunConfig, models: FourModels, folder: Path) -> Learner:
         stepped = optimizer("trunk", models.trunk, config.ppo.model_copy(update=slower), steps["actor"])
         gradients = TrunkGradients(layer_parameters(models.trunk))
         trunk = TrunkLearner(models.trunk, models.base.trunk, stepped, config.trunk, gradients)
-    return Learner(models.actor, models.critic, actor, critic, trunk)
+    return Learner(models.actor, models.critic, actor, critic, trunk, Dimensions.of(config))
 
 
 def _moments(role: nn.Module, memory: MemorySection) -> int:
@@ -326,7 +338,7 @@ def check_trained_gradients(models: FourModels) -> None:
 def describe_roles(trainer: Trainer) -> str:
     """Who is held where and in which type, and which heads nothing has trained yet."""
     text = "weights of the roles:\n" + as_text(roles_table(role_rows(trainer.models)))
-    if trainer.config.critic.init != "reward" and trainer.progress.step == 0:
+    if trainer.config.critic.begins_anew and trainer.progress.step == 0:
         text += "\nnewly initialised: value head (of the critic: zeros, and the mean score as its bias)"
     return text
 

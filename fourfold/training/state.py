@@ -34,9 +34,9 @@ class Progress:
     moments: RunningMoments = field(default_factory=RunningMoments)
     part_moments: tuple[RunningMoments, ...] = ()
 
-    def observe(self, scored: ScoredRollout) -> None:
-        """Scores have come in, all of them valid: they go into the running moments, of the total and of each part."""
-        self.moments, self.part_moments = self._moments_with(scored)
+    def observe(self, scored: ScoredRollout, valid: Tensor) -> None:
+        """Scores have come in: those that are valid go into the running moments, of the total and of each part."""
+        self.moments, self.part_moments = self._moments_with(scored.select(valid.nonzero()[:, 0]))
 
     def _moments_with(self, scored: ScoredRollout) -> tuple[RunningMoments, tuple[RunningMoments, ...]]:
         parts = scored.score_parts.unbind(dim=1)

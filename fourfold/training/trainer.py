@@ -26,7 +26,7 @@ from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
-from fourfold.training.experience import Shaping, estimate_advantages
+from fourfold.training.experience import estimate_advantages
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
@@ -77,7 +77,7 @@ class Trainer:
             bias = ReferenceBias.measured(self._score(*self.sampler.generate(prompts, policy_version=step))[0])
         rollout, activations = self.sampler.generate(prompts.first(self.sizes.actor.size), policy_version=step)
         scored, valid = self._score(rollout, activations)
-        if fresh and self.config.critic.init != "reward" and bool(valid.any()):
+        if fresh and self.config.critic.begins_anew and bool(valid.any()):
             scored_well = scored.select(valid.nonzero()[:, 0])
             set_new_head_bias(self.models.critic, self.progress.mean_shaped_score(scored_well, self.config.ppo))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
@@ -118,9 +118,9 @@ class Trainer:
             self.census.cached_bytes = activations.bytes
         with self.census.phase(self.meter, "score"):
             scored, valid = self._score(rollout, activations)
-            self.progress.moments = self.progress.moments.update(scored.scores[valid])
+            self.progress.observe(scored, valid)
             rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_invalid)
-            shaping = Shaping(self.progress.kl_coef, self.progress.moments)
+            shaping = self.progress.shaping
             experience = estimate_advantages(scored.select(rows), settings, shaping)
         with self.census.phase(self.meter, "learn"):
             learned = update(
@@ -168,8 +168,7 @@ class Trainer:
             scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
         if not bool(valid.any()):
             raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
-        kept, names = scored.select(valid.nonzero()[:, 0]), self.config.reward.dimensions
-        return summarise(kept, self.models.base.tokenizer, self.judge, names)
+        return summarise(scored.select(valid.nonzero()[:, 0]), self.models.base.tokenizer, self.judge, self.reward)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""

@@ -20,6 +20,7 @@ from fourfold.config.checks.service import (
 )
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
+from fourfold.config.checks.vector import sampled_weights, values
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -49,6 +50,8 @@ def problems(config: RunConfig) -> list[str]:
         *reward_model(config),
         *reference_engine(config),
         *ppo(config),
+        *values(config),
+        *sampled_weights(config),
         *warm_ups(config),
         *lengths(config),
         *optimizer_states(config),

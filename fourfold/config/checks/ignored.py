@@ -99,7 +99,9 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
         because(f"reward.source = {reward.source!r} has no reward model", "reward", "residency")
         because(f"reward.source = {reward.source!r} has no reward model", "precision", "reward")
     if reward.source != "combined":
-        because(f"reward.source = {reward.source!r} adds nothing up", "reward", "parts")
+        because(f"reward.source = {reward.source!r} adds nothing up", "reward", "parts", "weights")
+    if reward.weights == "fixed":
+        because("reward.weights = 'fixed' draws none", "reward", "weights_concentration")
     if reward.source != "checkpoint":
         because(f"reward.source = {reward.source!r} loads no reward model", "reward", "checkpoint")
     if reward.source != "function":

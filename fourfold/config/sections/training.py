@@ -155,6 +155,12 @@ class CriticSection(OptimizerSection):
         description="Weights of the critic: from the reward model (with its head), from the actor, "
         "or from the base model (new head).",
     )
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether values of it have a new head, which nothing has trained."""
+        return self.init != "reward" or self.heads != "scalar"
+
     heads: Literal["scalar", "vector", "multi"] = Field(
         default="scalar",
         description="'scalar': one value, of the weighted total. Else a value for each part of the reward and one for "
