@@ -174,7 +174,7 @@ def test_the_frozen_checksum_watches_trunk_reference_and_reward(tmp_path: Path, 
 
 def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:
     models = Stages(tmp_path, "trunk").assemble("actor")
-    set_new_head_bias(models.critic, 0.75)
+    set_new_head_bias(models.critic, torch.tensor(0.75))
     rollout = tiny_rollout([(3, 4), (5, 2)])
     values, last = models.critic.values_and_last(activations_of(models.base, rollout), rollout)
     assert set(values[rollout.response_mask].tolist()) == {0.75} == set(last.tolist())
