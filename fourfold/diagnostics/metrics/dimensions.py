@@ -25,7 +25,7 @@ DIMENSIONS = (
         "explained_variance of the values and returns of dimension NAME alone",
         LEARNED_TOKENS,
         "rises above 0.3; 1 is perfect",
-        "far below the others': this dimension's loss is drowned; set `critic.loss_balance` or its `critic.loss_weights`",
+        "far below the others': its loss is drowned; set `critic.loss_balance` or its `critic.loss_weights`",
         promised=False,
     ),
     Metric(
@@ -34,7 +34,7 @@ DIMENSIONS = (
         "standard deviation of the advantages of dimension NAME times its weight, before whitening",
         f"{LEARNED_TOKENS}, less 1",
         "of the size that the weights intend",
-        "one far above the others: it alone steers; change the weights in `reward.parts`, or set `ppo.whiten_dimensions`",
+        "one far above the others: it alone steers; change weights in `reward.parts`, or set `ppo.whiten_dimensions`",
         promised=False,
     ),
     Metric(
