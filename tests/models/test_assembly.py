@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,9 @@ class Stages:
     def base(self) -> Base:
         return tiny_base(self.path / "m", mode=self.mode)
 
-    def assemble(self, init: str, *, sft: bool = True, reward: bool = True) -> FourModels:
-        config = tiny_config(self.path / "m", self.mode, critic__init=init)
+    def assemble(self, init: str, *, sft: bool = True, reward: bool = True, **critic: Any) -> FourModels:
+        named = {f"critic__{name}": value for name, value in critic.items()}
+        config = tiny_config(self.path / "m", self.mode, critic__init=init, **named)
         return assemble(
             config, self.base(), self.path / "sft" if sft else None, self.path / "reward" if reward else None
         )
