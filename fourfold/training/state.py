@@ -36,18 +36,20 @@ class Progress:
 
     def observe(self, scored: ScoredRollout, valid: Tensor) -> None:
         """Scores have come in: those that are valid go into the running moments, of the total and of each part."""
-        self.moments, self.part_moments = self._moments_with(scored.select(valid.nonzero()[:, 0]))
-
-    def _moments_with(self, scored: ScoredRollout) -> tuple[RunningMoments, tuple[RunningMoments, ...]]:
-        parts = scored.score_parts.unbind(dim=1)
-        known = self.part_moments or (RunningMoments(),) * len(parts)
-        updated = tuple(each.update(scores) for each, scores in zip(known, parts, strict=True))
-        return self.moments.update(scored.scores), updated
+        shaping = self.shaping_with(scored.select(valid.nonzero()[:, 0]))
+        self.moments, self.part_moments = shaping.moments, shaping.part_moments
 
     @property
     def shaping(self) -> Shaping:
-        """What the scores of a step are shaped with."""
+        """How rewards are shaped as things stand."""
         return Shaping(self.kl_coef, self.moments, self.part_moments)
+
+    def shaping_with(self, scored: ScoredRollout) -> Shaping:
+        """That, were these scores to come in."""
+        parts = scored.score_parts.unbind(dim=1)
+        known = self.part_moments or (RunningMoments(),) * len(parts)
+        updated = tuple(each.update(scores) for each, scores in zip(known, parts, strict=True))
+        return Shaping(self.kl_coef, self.moments.update(scored.scores), updated)
 
     def count(self, scored: ScoredRollout, optimizer_steps: int, settings: PpoSection) -> None:
         """A step is done; the adaptive controller moves kl_coef by the very KL that was penalised."""
@@ -66,8 +68,7 @@ class Progress:
 
     def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> Tensor:
         """Of responses that were scored before the first step: where a new value head starts; one a dimension."""
-        shaping = Shaping(self.kl_coef, *self._moments_with(scored))
-        return shape_scores(scored, settings, shaping).mean(dim=0)
+        return shape_scores(scored, settings, self.shaping_with(scored)).mean(dim=0)
 
     def is_best(self, value: float, mode: str) -> bool:
         """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""

@@ -27,7 +27,7 @@ from fourfold.models.storage import save_role
 from fourfold.scoring.pipeline import score
 from fourfold.scoring.sources import RewardSource
 from fourfold.training.checkpoint import CheckpointStore
-from fourfold.training.experience import Shaping, estimate_advantages
+from fourfold.training.experience import estimate_advantages
 from fourfold.training.inputs import encode_inputs, read_records
 from fourfold.training.pipeline import prepare, run_stages
 from fourfold.training.ppo import build_trainer, reward_source
@@ -244,8 +244,7 @@ def make_experience(trainer: Trainer, step: int = 0) -> tuple[Experience, Activa
         micro_batch_size=config.ppo.micro_batch_size,
     )
     assert bool(valid.all())
-    shaping = Shaping(trainer.progress.kl_coef, trainer.progress.moments.update(scored.scores))
-    return estimate_advantages(scored, config.ppo, shaping), activations
+    return estimate_advantages(scored, config.ppo, trainer.progress.shaping_with(scored)), activations
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
