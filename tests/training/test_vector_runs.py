@@ -11,6 +11,7 @@ import torch
 from fourfold.algorithms.balance import gradient_norm_weights, uncertainty_weights
 from fourfold.batch import Experience
 from fourfold.diagnostics.trackers import read_jsonl
+from fourfold.errors import Interrupted
 from fourfold.models.heads import MultiHead, VectorHead
 from fourfold.models.roles import Activations
 from fourfold.training.learner import Learner
@@ -175,9 +176,7 @@ def test_an_interrupted_run_with_several_values_goes_on_bit_for_bit(tmp_path: Pa
     interrupt_at(0, "")
     run(settings(tmp_path, merged(changes, {"output": str(tmp_path / "straight")})))
     expected = outcome(tmp_path / "straight")
-    from fourfold.errors import Interrupted
-
-    interrupt_at(5, "SIGTERM")
+    interrupt_at(12, "SIGINT")  # in the second step: one call in pre-flight, four in each rollout of eight
     stopped = settings(tmp_path, merged(changes, {"output": str(tmp_path / "stopped")}))
     with pytest.raises(Interrupted):
         run(stopped)
