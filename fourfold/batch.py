@@ -132,6 +132,16 @@ class ScoredRollout(Rollout):
         """What each dimension of the critic counts in the total: the parts' weights, and 1 for the penalties."""
         return torch.cat([self.score_weights, torch.ones_like(self.score_weights[:, :1])], dim=1)
 
+    def total(self, x: Float32[Tensor, "batch *any values"]) -> Float32[Tensor, "batch *any"]:
+        """sum over dimensions k of w_k x_k with each row's weights; of a scalar critic x is the total already.
+
+        A product of matrices would round otherwise with other rows beside it; this is the same number for each row.
+        """
+        if not self.by_dimension:
+            return x
+        weights = self.dimension_weights
+        return (x * weights.view(len(weights), *[1] * (x.ndim - 2), -1)).sum(dim=-1)
+
 
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True, slots=True)

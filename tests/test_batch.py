@@ -119,6 +119,15 @@ def test_the_penalties_weigh_1_beside_the_parts() -> None:
     assert torch.equal(batch.dimension_weights, torch.cat([batch.score_weights, torch.ones(3, 1)], dim=1))
 
 
+def test_a_total_is_each_rows_own_weighted_sum() -> None:
+    batch = replace(make_batch(values=(PARTS + 1,)), score_weights=torch.tensor([[1.0, 0.5], [2.0, -0.1], [0.0, 0.0]]))
+    x = torch.tensor([[[1.0, 10.0, 100.0], [2.0, 20.0, 0.0]]] * 3)
+    torch.testing.assert_close(batch.total(x), torch.tensor([[106.0, 12.0], [101.0, 2.0], [100.0, 0.0]]))
+    assert batch.total(x[:, 0]).tolist() == pytest.approx([106.0, 101.0, 100.0])
+    scalar = make_batch()
+    assert batch.total(x).shape == (3, 2) and scalar.total(scalar.values) is scalar.values
+
+
 def test_values_of_other_dimensions_than_their_returns_are_refused() -> None:
     with pytest.raises(TypeError, match="returns"):
         replace(make_batch(values=(2,)), returns=torch.zeros(3, RESPONSE))

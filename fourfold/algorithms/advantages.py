@@ -42,19 +42,6 @@ def gae(
     return advantages, torch.where(counted, advantages + values, 0.0)
 
 
-def weighted_sum(
-    parts: Float32[Tensor, "batch *time dimensions"], weights: Float32[Tensor, "batch dimensions"]
-) -> Float32[Tensor, "batch *time"]:
-    """sum over dimensions k of w_k x_k, with the weights of each row.
-
-    A product of matrices would round otherwise with other rows beside it; this is the same number for each row.
-
-    >>> weighted_sum(torch.tensor([[1.0, 10.0]]), torch.tensor([[0.5, 2.0]]))
-    tensor([20.5000])
-    """
-    return (parts * weights.view(len(weights), *[1] * (parts.ndim - 2), -1)).sum(dim=-1)
-
-
 def whiten_dimensions(
     advantages: Float32[Tensor, "batch time dimensions"], mask: Bool[Tensor, "batch time"]
 ) -> Float32[Tensor, "batch time dimensions"]:

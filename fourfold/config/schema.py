@@ -99,6 +99,12 @@ class RunConfig(Section):
             "critic": warmup * updates + learning * (updates - turns["actor"]),
         }
 
+    def evaluated_after(self, step: int) -> bool:
+        """Whether an evaluation comes after a PPO step: every so many, and at the end."""
+        every = self.evaluation.every
+        given = self.data.prompts_test is not None
+        return given and (step == self.ppo.steps or (every > 0 and step % every == 0))
+
     @property
     def value_dimensions(self) -> tuple[str, ...]:
         """What a critic of several dimensions has a value of: the parts of the reward, and the penalties; else none."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
 
-from fourfold.algorithms.advantages import weighted_sum
+from fourfold.algorithms.rewards import combine_scores
 from fourfold.batch import Rollout
 from fourfold.data.told_weights import ToldWeights
 from fourfold.errors import RunFailed
@@ -80,4 +80,4 @@ def combined(
     """The weighted sum of the parts' scores, and where it is valid; RunFailed where a part's failures stop the run."""
     for index, part in enumerate(parts):
         part.require(valid[:, index])
-    return weighted_sum(scores, weights), valid.all(dim=1)
+    return combine_scores(scores, weights), valid.all(dim=1)

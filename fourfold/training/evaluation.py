@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.statistics import correlations, distinct_n
-from fourfold.batch import ScoredRollout
+from fourfold.batch import Experience, ScoredRollout
+from fourfold.diagnostics.kept import response_tokens, value_fit
 from fourfold.scoring.combined import Reward, parts_of, told_by
 from fourfold.scoring.sources import texts_of
 
@@ -47,7 +48,7 @@ def _columns(scored: ScoredRollout) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(scored.score_weights.unbind(dim=1), scored.score_parts.unbind(dim=1), strict=True)
 
 
-def summarise(scored: ScoredRollout, tokenizer: Any, judge: Judge | None, reward: Reward) -> Evaluation:
+def summarise(scored: Experience, tokenizer: Any, judge: Judge | None, reward: Reward) -> Evaluation:
     """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
 
     The judge reads prompt and response as one text, as a reader would, without weights that the prompt is told of.
@@ -55,18 +56,15 @@ def summarise(scored: ScoredRollout, tokenizer: Any, judge: Judge | None, reward
     prompts, responses = texts_of(scored, tokenizer)
     mask = scored.response_mask
     tokens = int(mask.sum())
-    rows = [
-        [token for token, real in zip(ids, keep, strict=True) if real]
-        for ids, keep in zip(scored.sequences[:, scored.prompt_length :].tolist(), mask.tolist(), strict=True)
-    ]
     metrics = {
         "eval_score_mean": float(scored.scores.mean()),
         "eval_kl_per_sequence": float(torch.where(mask, scored.kl, 0.0).sum(dim=1).mean()),
         "eval_ref_log_prob_per_token": float(torch.where(mask, scored.ref_log_probs, 0.0).sum()) / tokens,
-        "eval_distinct_2": distinct_n(rows, 2),
+        "eval_distinct_2": distinct_n(response_tokens(scored), 2),
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
     }
+    metrics |= {f"eval_{name}": value for name, value in value_fit(scored).items()}
     names, told = [part.name for part in parts_of(reward)], told_by(reward)
     metrics |= parts_row(scored.score_parts, names, "eval_")
     if told is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fourfold.algorithms.advantages import gae, weighted_sum, whiten_dimensions
+from fourfold.algorithms.advantages import gae, whiten_dimensions
 from fourfold.algorithms.masking import whiten
 from fourfold.algorithms.rewards import (
     RunningMoments,
@@ -69,14 +69,6 @@ def _penalised(scores: Tensor, scored: ScoredRollout, settings: PpoSection) -> T
     return subtract_length_penalty(scores, scored.lengths, settings.length_penalty, shortest, longest)
 
 
-def in_total(x: Tensor, scored: ScoredRollout) -> Tensor:
-    """The weighted sum over dimensions of [batch, ..., d + 1], with each row's weights and 1 for the penalties.
-
-    What has no dimensions, because the critic is scalar, is the total already.
-    """
-    return weighted_sum(x, scored.dimension_weights) if scored.by_dimension else x
-
-
 def estimate_advantages(scored: ScoredRollout, settings: PpoSection, shaping: Shaping) -> Experience:
     """Per-token rewards (KL on every token, score on the last), GAE, then whitened advantages.
 
@@ -102,7 +94,7 @@ def estimate_advantages(scored: ScoredRollout, settings: PpoSection, shaping: Sh
     )
     if settings.whiten_dimensions and scored.by_dimension:
         advantages = whiten_dimensions(advantages, mask)
-    advantages = in_total(advantages, scored)
+    advantages = scored.total(advantages)
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask)
     carried = {f.name: getattr(scored, f.name) for f in fields(ScoredRollout)}

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_estimate
-from fourfold.algorithms.statistics import explained_variance, moments, spearman
+from fourfold.algorithms.statistics import moments
 from fourfold.batch import Experience, ScoredRollout
 from fourfold.config.schema import RunConfig
+from fourfold.diagnostics.kept import value_fit
 from fourfold.memory.meter import WORKING, PhaseUsage
 from fourfold.training.dimensions import dimensions_row
 from fourfold.training.evaluation import parts_row
-from fourfold.training.experience import Shaping, in_total, shape_scores
+from fourfold.training.experience import Shaping, shape_scores
 from fourfold.training.state import Progress
 
 TIMED_PHASES = ("generate", "score", "learn", "save")
@@ -38,9 +39,9 @@ def training_row(
     row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": shaping.kl_coef}
     row |= _scores(scored.scores[valid]) | parts_row(scored.score_parts[valid], config.reward.dimensions)
     row |= _rollout(scored) | {"invalid_scores": int((~valid).sum())}
-    row["score_shaped_mean"] = float(in_total(shape_scores(experience, config.ppo, shaping), experience).mean())
+    row["score_shaped_mean"] = float(experience.total(shape_scores(experience, config.ppo, shaping)).mean())
     row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
-    row["reward_per_sequence_mean"] = float(in_total(experience.rewards, experience).sum(dim=1).mean())
+    row["reward_per_sequence_mean"] = float(experience.total(experience.rewards).sum(dim=1).mean())
     row |= _values(experience) | dimensions_row(scored.score_parts[valid], experience, config)
     row |= learned
     row |= work
@@ -105,11 +106,8 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
 
 def _values(experience: Experience) -> dict[str, float]:
     mask = experience.response_mask
-    values, returns = (in_total(each, experience) for each in (experience.values, experience.returns))
-    row: dict[str, float] = {
-        "explained_variance": explained_variance(values, returns, mask),
-        "value_return_spearman": spearman(values[mask], returns[mask]),
-    }
+    row = value_fit(experience)
+    values, returns = (experience.total(each) for each in (experience.values, experience.returns))
     for name, tensor in (("value", values), ("return", returns), ("advantage", experience.advantages)):
         row[f"{name}_mean"], row[f"{name}_std"] = moments(tensor, mask)
     return row

@@ -66,9 +66,13 @@ class Progress:
                 num_sequences=len(scored.sequences),
             )
 
+    def shaping_of(self, scored: ScoredRollout) -> Shaping:
+        """As things stand, for responses that no statistics take in; before the first step there are but their own."""
+        return self.shaping if self.moments.count else self.shaping_with(scored)
+
     def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> Tensor:
         """Of responses that were scored before the first step: where a new value head starts; one a dimension."""
-        return shape_scores(scored, settings, self.shaping_with(scored)).mean(dim=0)
+        return shape_scores(scored, settings, self.shaping_of(scored)).mean(dim=0)
 
     def is_best(self, value: float, mode: str) -> bool:
         """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""

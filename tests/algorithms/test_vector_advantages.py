@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.algorithms.advantages import gae, weighted_sum, whiten_dimensions
+from fourfold.algorithms.advantages import gae, whiten_dimensions
 from fourfold.algorithms.masking import whiten
 
 NAN = float("nan")
@@ -46,21 +46,14 @@ def test_the_weighted_sum_is_the_run_of_the_weighted_rewards(
     settings = {"gamma": gamma, "gae_lambda": lam}
     parts = gae(rewards, values, MASK, bootstrap_values=bootstrap, **settings)
     total = gae(
-        weighted_sum(rewards, weights),
-        weighted_sum(values, weights),
+        torch.einsum("btk,bk->bt", rewards, weights),
+        torch.einsum("btk,bk->bt", values, weights),
         MASK,
-        bootstrap_values=weighted_sum(bootstrap, weights),
+        bootstrap_values=torch.einsum("bk,bk->b", bootstrap, weights),
         **settings,
     )
     for found, expected in zip(parts, total, strict=True):
-        torch.testing.assert_close(weighted_sum(found, weights), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_weighted_sum_by_hand() -> None:
-    parts = torch.tensor([[[1.0, 10.0], [2.0, 20.0]], [[3.0, 30.0], [4.0, 40.0]]])
-    weights = torch.tensor([[1.0, 0.5], [2.0, -0.1]])
-    assert weighted_sum(parts, weights).tolist() == [[6.0, 12.0], [3.0, 4.0]]
-    assert weighted_sum(parts[:, 0], weights).tolist() == [6.0, 3.0]
+        torch.testing.assert_close(torch.einsum("btk,bk->bt", found, weights), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_whitening_leaves_the_units_of_each_dimension_behind_but_not_the_penalties() -> None:

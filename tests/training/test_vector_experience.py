@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold.algorithms.rewards import RunningMoments
 from fourfold.batch import ScoredRollout
-from fourfold.training.experience import Shaping, estimate_advantages, in_total, shape_scores
+from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
 from training.test_experience import ppo, scored
 
 LENGTHS, TRUNCATED = [3, 1, 5, 2], [False, True, True, False]
@@ -43,7 +43,7 @@ def several(seed: int, parts: int = PARTS) -> ScoredRollout:
 
 def of_the_total(batch: ScoredRollout) -> ScoredRollout:
     """The same rows for a scalar critic whose every value is the weighted sum."""
-    return replace(batch, values=in_total(batch.values, batch), last_values=in_total(batch.last_values, batch))
+    return replace(batch, values=batch.total(batch.values), last_values=batch.total(batch.last_values))
 
 
 PENALISED = {"missing_eos_penalty": 0.5, "length_penalty": 0.1, "length_range": (2, 3)}
@@ -69,7 +69,7 @@ def test_advantages_are_those_of_the_weighted_total(
     for name in ("rewards", "returns"):
         found = getattr(vector, name)
         assert found.shape == (*batch.response_mask.shape, parts + 1)
-        torch.testing.assert_close(in_total(found, batch), getattr(scalar, name), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(batch.total(found), getattr(scalar, name), atol=1e-4, rtol=1e-4)
 
 
 def test_a_part_has_its_score_at_the_end_and_the_penalties_have_the_rest() -> None:
