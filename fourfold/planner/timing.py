@@ -61,7 +61,7 @@ SHARES: Mapping[str, Shares] = {
     ),
 }
 # A type without instructions. A CPU multiplies its numbers in float32 (algorithms/products.py), which with widening and
-# rounding takes 1.2 to 1.3 times as long as in float32 (docs/log.md, 2026-11-30, "Half precision without instructions").
+# rounding takes 1.2 to 1.3 times as long (docs/log.md, 2026-11-30, "Half precision without instructions").
 # GPUs: as slow as such a CPU's own products were (6 GFLOP/s beside 39); none of such a GPU was measured.
 WIDENED = 0.8
 EMULATED = 0.15

@@ -42,4 +42,6 @@ def test_the_gradient_of_a_trained_weight_costs_one_tensor_of_its_size(dtype: to
 
     with Large():
         [gradient] = torch.autograd.grad(log_probs.sum(), [weight])
-    assert {x.untyped_storage().data_ptr() for x in made} == {gradient.untyped_storage().data_ptr()}
+    found = {x.untyped_storage().data_ptr() for x in made}
+    widened = module.product_dtype("cpu", dtype) != dtype  # then the float32 product is rounded into a second one
+    assert gradient.untyped_storage().data_ptr() in found and len(found) == 1 + widened
