@@ -45,8 +45,7 @@ def linear_in_float32(
 ) -> Float[Tensor, "*rows outputs"]:
     """x W^T + b in the half precision of `x`, by float32 products of the same numbers.
 
-    The weight, which may be a float32 master, is rounded to the type of `x` first, as autocast would; its gradient has
-    its own type and is not rounded before.
+    As under autocast a weight that is a float32 master is rounded to the type of `x` first, and so is its gradient.
     """
     return _Float32Product.apply(x, weight, bias)
 
@@ -68,6 +67,11 @@ class _Float32Product(torch.autograd.Function):
         grad = gradients[0].float().flatten(end_dim=-2)
         with torch.autocast(x.device.type, enabled=False):
             into_x = (grad @ weight.to(x.dtype).float()).to(x.dtype).view(x.shape) if needed[0] else None
-            into_weight = (grad.t() @ x.float().flatten(end_dim=-2)).to(weight.dtype) if needed[1] else None
-            into_bias = grad.sum(dim=0).to(bias.dtype) if bias is not None and needed[2] else None
-        return into_x, into_weight, into_bias
+            into_weight = grad.t() @ x.float().flatten(end_dim=-2) if needed[1] else None
+            into_bias = grad.sum(dim=0) if bias is not None and needed[2] else None
+        return into_x, _rounded(into_weight, x.dtype, weight), _rounded(into_bias, x.dtype, bias)
+
+
+def _rounded(gradient: Tensor | None, dtype: torch.dtype, like: Tensor | None) -> Tensor | None:
+    """The gradient as one of `dtype` that is handed on to a tensor `like` this."""
+    return None if gradient is None or like is None else gradient.to(dtype).to(like.dtype)
