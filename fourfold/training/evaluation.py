@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.statistics import distinct_n
-from fourfold.batch import ScoredRollout
+from fourfold.batch import Experience
+from fourfold.diagnostics.kept import response_tokens, value_fit
 from fourfold.scoring.sources import texts_of
 
 Judge = Callable[[Sequence[str]], list[float]]
@@ -37,7 +38,7 @@ def parts_row(parts: Tensor, names: Sequence[str], prefix: str = "") -> dict[str
 
 
 def summarise(
-    scored: ScoredRollout, tokenizer: Any, judge: Judge | None, dimensions: Sequence[str] = ("score",)
+    scored: Experience, tokenizer: Any, judge: Judge | None, dimensions: Sequence[str] = ("score",)
 ) -> Evaluation:
     """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
 
@@ -46,19 +47,16 @@ def summarise(
     prompts, responses = texts_of(scored, tokenizer)
     mask = scored.response_mask
     tokens = int(mask.sum())
-    rows = [
-        [token for token, real in zip(ids, keep, strict=True) if real]
-        for ids, keep in zip(scored.sequences[:, scored.prompt_length :].tolist(), mask.tolist(), strict=True)
-    ]
     metrics = {
         "eval_score_mean": float(scored.scores.mean()),
         "eval_kl_per_sequence": float(torch.where(mask, scored.kl, 0.0).sum(dim=1).mean()),
         "eval_ref_log_prob_per_token": float(torch.where(mask, scored.ref_log_probs, 0.0).sum()) / tokens,
-        "eval_distinct_2": distinct_n(rows, 2),
+        "eval_distinct_2": distinct_n(response_tokens(scored), 2),
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
     }
     metrics |= parts_row(scored.score_parts, dimensions, "eval_")
+    metrics |= {f"eval_{name}": value for name, value in value_fit(scored).items()}
     if judge is not None:
         judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
         metrics["eval_judge_mean"] = sum(judged) / len(judged)
