@@ -42,6 +42,21 @@ def pays_for_a(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(response.count("a")) for response in responses]
 
 
+def pays_for_e(prompts: list[str], responses: list[str]) -> list[float]:
+    """A point for every letter e."""
+    return [float(response.count("e")) for response in responses]
+
+
+def pays_for_shortness(prompts: list[str], responses: list[str]) -> list[float]:
+    """A point less for every character."""
+    return [-float(len(response)) for response in responses]
+
+
+def pays_for_prompt(prompts: list[str], responses: list[str]) -> list[float]:
+    """How long the prompt is that the function was given."""
+    return [float(len(prompt)) for prompt in prompts]
+
+
 def pays_by_hash(prompts: list[str], responses: list[str]) -> list[float]:
     """An arbitrary but fixed number in [-1, 1) for every response: learnable, without structure."""
     return [zlib.crc32(response.encode()) / 2**31 - 1.0 for response in responses]
