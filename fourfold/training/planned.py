@@ -10,6 +10,7 @@ from fourfold.config import RunConfig, check_paths
 from fourfold.config.loading import Contradiction, with_settings
 from fourfold.config.paths import missing_packages
 from fourfold.diagnostics.machine import ensure_measured
+from fourfold.diagnostics.run_files import CONFIG, PLAN, TIMELINE
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.loading import device_of
@@ -24,10 +25,8 @@ from fourfold.planner.request import architectures_of, host_memory, lengths_of
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.search import search
 from fourfold.planner.units import seconds, size
-from fourfold.training.folder import CONFIG, RunFolder
-from fourfold.training.timeline import TIMELINE
+from fourfold.training.folder import RunFolder
 
-PLAN = "plan.json"
 CHANGES: dict[str, tuple[Change, ...]] = {"exact": ("exact",), "bounded": ("exact", "bounded")}
 HELPS = 4
 

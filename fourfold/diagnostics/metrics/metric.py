@@ -34,8 +34,8 @@ class Metric:
     """A number that a run logs: what it is, what it is divided by, what is healthy, what to do when it is not.
 
     A `promised` metric is in every row of its kind; the others where there was something to measure. `band` has the
-    numbers of what `healthy` says in words, where those are numbers: one for all runs, or one for each of what it depends
-    on (a type of `precision.compute`, a sampler that differs).
+    numbers of what `healthy` says in words, where those are numbers: one for all runs, or one for each of what it
+    depends on (a type of `precision.compute`, a sampler that differs).
     """
 
     name: str
