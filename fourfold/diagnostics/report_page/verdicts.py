@@ -1,0 +1,62 @@
+"""What the doctor says of the run: the ill first, each with its evidence and the setting to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+from xml.etree.ElementTree import Element
+
+from fourfold.diagnostics.pages.elements import Child, h
+from fourfold.diagnostics.report_page.charts import coded
+
+ORDER = ("ill", "warning", "note", "good")
+SAID = {"ill": "ill", "warning": "warning", "note": "note", "good": "healthy"}
+
+
+class Verdict(Protocol):
+    """A verdict of fourfold.diagnostics.doctor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def severity(self) -> str: ...
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def confidence(self) -> float: ...
+    @property
+    def remedy(self) -> str: ...
+    @property
+    def steps(self) -> tuple[int, int]: ...
+
+
+def by_severity(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The worst first, and of those alike the surest."""
+    return sorted(verdicts, key=lambda each: (ORDER.index(each.severity), -each.confidence))
+
+
+def verdicts_section(verdicts: Sequence[Verdict]) -> Iterator[Child]:
+    """A card for each verdict; what is healthy is folded away."""
+    ordered = by_severity(verdicts)
+    wrong = [each for each in ordered if each.severity != "good"]
+    good = [each for each in ordered if each.severity == "good"]
+    if wrong:
+        yield h("ul", [_card(each) for each in wrong], class_="verdicts")
+    if good:
+        cards = h("ul", [_card(each) for each in good], class_="verdicts")
+        yield h("details", h("summary", f"{len(good)} healthy"), cards) if wrong else cards
+
+
+def _card(verdict: Verdict) -> Element:
+    first, last = verdict.steps
+    when = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+    head = h(
+        "div",
+        h("h3", verdict.name),
+        h("span", SAID[verdict.severity], class_=f"severity {verdict.severity}"),
+        h("span", f"{verdict.confidence:.0%} sure", class_="sure"),
+        h("span", when, class_="sure"),
+        class_="verdict-head",
+    )
+    remedy = h("p", h("b", "Try: "), coded(verdict.remedy), class_="remedy") if verdict.remedy else None
+    return h("li", head, h("p", coded(verdict.evidence)), remedy, class_=f"is-{verdict.severity}")
