@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config import RunConfig
+from fourfold.diagnostics.doctor_says import verdicts_of
 from fourfold.diagnostics.predicted import memory_of, time_of
 from fourfold.diagnostics.report_page import Contents, report_page
-from fourfold.diagnostics.report_page.verdicts import Verdict
 from fourfold.diagnostics.run_record import read_run
 from fourfold.diagnostics.xray import Xray, make_xray
 from fourfold.files import write_atomically
@@ -32,11 +31,6 @@ def write_report(root: Path, file: Path, asked: Asked) -> Contents:
     )
     write_atomically(file, report_page(contents))
     return contents
-
-
-def verdicts_of(root: Path) -> Sequence[Verdict] | str:
-    """What the doctor says of a run; a text says why it says nothing."""
-    return "this version has no doctor"
 
 
 def _xray(root: Path, config: RunConfig, asked: Asked) -> Xray | str:

@@ -12,7 +12,6 @@ SPENT = "spent.json"
 STATE = "state.json"
 SUMMARY = "summary.json"
 TIMELINE = "memory.jsonl"
-REPORT = "report.html"
 
 
 def saved_config(root: Path) -> RunConfig:

@@ -19,6 +19,7 @@ Read = TypeVar("Read")
 Rows = list[dict[str, Any]]
 Points = list[tuple[int, float]]
 STAGES = ("sft", "reward", "ppo")
+MOST_POINTS = 240  # of a drawn line: more than there are pixels in its width would not be seen
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,19 @@ class RunRecord:
             return band
         points = self.points(kind, metric)
         return band.seen_from(points[0][1]) if points else None
+
+
+def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+    """At most so many points: of each stretch the lowest and the highest, so that no spike is lost, and both ends."""
+    if len(points) <= most:
+        return points
+    inner, stretches = points[1:-1], (most - 2) // 2
+    kept = [points[0]]
+    for n in range(stretches):
+        piece = inner[n * len(inner) // stretches : (n + 1) * len(inner) // stretches]
+        ends = {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return [*kept, points[-1]]
 
 
 def read_run(root: Path) -> RunRecord:

@@ -7,6 +7,7 @@ from statistics import median
 from typing import get_args
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.pages.svg import rect, strip
 from fourfold.diagnostics.pages.tables import NOTHING, Row, table
@@ -30,9 +31,8 @@ def time_section(record: RunRecord, planned: Timing) -> Iterator[Child]:
         yield _bar("spent", f"The run so far: {seconds(whole)}", parts, seconds, 26)
     if not record.steps:
         return
-    yield h("div", _seconds_curve(record), class_="curves wide-curves")
-    yield _time_table(record, planned)
-    yield h("p", f"Planned: {planned.said}.", class_="muted")
+    said = h("p", f"Planned: {planned.said}.", class_="muted")
+    yield h("div", _seconds_curve(record), h("div", _time_table(record, planned), said), class_="beside")
 
 
 def _parts(record: RunRecord) -> dict[str, float]:
@@ -80,7 +80,7 @@ def _time_table(record: RunRecord, planned: Timing) -> Element:
 
 def _time_row(name: str, value: float, planned: float | None, whole: float, class_: str | None = None) -> Row:
     phase, has_role, role = name.partition("/")
-    ratio = NOTHING if not planned else f"{value / planned:.2f}"
+    ratio = NOTHING if not planned else short(value / planned)
     cells = [seconds(value), NOTHING if planned is None else seconds(planned), ratio, f"{value / whole:.0%}"]
     return Row(role if has_role else phase, cells, "within" if has_role else class_)
 
@@ -97,19 +97,17 @@ def _role_seconds(record: RunRecord) -> dict[tuple[str, str], float]:
 def memory_section(record: RunRecord, planned: Prediction) -> Iterator[Child]:
     """Peaks by phase and role as bars beside the plan, peaks over steps, and what each role holds."""
     measured = measured_peaks(record.timeline)
-    if measured:
-        yield _peaks(measured, planned.peaks)
-        said = f"Bars are measured, upright marks planned: {planned.said}." if planned.peaks else f"{planned.said}."
-        yield h("p", said[0].upper() + said[1:], class_="muted")
-    pictures = []
+    said = f"Bars are measured, upright marks planned: {planned.said}." if planned.peaks else f"{planned.said}."
+    table_and_note = h("div", _peaks(measured, planned.peaks), h("p", said[0].upper() + said[1:], class_="muted"))
+    picture: Element | None = None
     if record.steps:
         mib = 2**20
         lines = [
             Line(phase, [(step, peak / mib) for step, peak in record.points("ppo_step", f"{phase}_peak_bytes")])
             for phase in ("generate", "score", "learn")
         ]
-        pictures.append(curve(Curve("peaks", "Peak memory by phase", "MiB", lines)))
-    yield h("div", pictures, class_="curves wide-curves")
+        picture = curve(Curve("peaks", "Peak memory by phase", "MiB", lines))
+    yield h("div", picture, table_and_note, class_="beside")
     held = next((row for row in reversed(record.timeline) if row["kind"] == "resident"), None)
     if held is not None:
         sizes = {name: held[name] for name in HOLDERS if held.get(name)}

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
 from fourfold.diagnostics.metrics import Band
+from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.elements import Child, h, number
 from fourfold.diagnostics.pages.svg import drawing, line, nice, rect, text
-from fourfold.diagnostics.run_record import Points
+from fourfold.diagnostics.run_record import Points, thinned
 
 WIDTH, HEIGHT = 360.0, 196.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 12.0, 26.0
-MOST_POINTS = 240  # of a line: more than there are pixels in its width would not be seen
 FEW_POINTS = 30  # up to which each is marked
 # A band is brought into view while the curve keeps this share of the height.
 LEAST_SHARE = 0.3
@@ -60,40 +60,11 @@ class Axes:
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def short(value: float) -> str:
-    """A number for people, with three digits."""
-    if value == 0:
-        return "0"
-    sign, size = "\N{MINUS SIGN}" if value < 0 else "", abs(value)
-    if 1e-3 <= size < 1e5:
-        return f"{sign}{size:,.3g}" if size < 1000 else f"{sign}{size:,.0f}"
-    mantissa, power = f"{size:.1e}".split("e")
-    return f"{sign}{mantissa.removesuffix('.0')}e{int(power)}"
-
-
-def change(value: float) -> str:
-    """A difference for people, with its sign."""
-    return short(value) if value <= 0 else f"+{short(value)}"
-
-
 def band_words(band: Band) -> str:
     """A band in words: "0.98 to 1.02", "at most 10"."""
     if band.low is None or band.high is None:
         return f"at most {short(band.high)}" if band.high is not None else f"at least {short(band.low or 0)}"
     return f"{short(band.low)} to {short(band.high)}"
-
-
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most so many points: of each stretch the lowest and the highest, so that no spike is lost, and both ends."""
-    if len(points) <= most:
-        return points
-    inner, stretches = points[1:-1], (most - 2) // 2
-    kept = [points[0]]
-    for n in range(stretches):
-        piece = inner[n * len(inner) // stretches : (n + 1) * len(inner) // stretches]
-        ends = {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
-        kept += sorted(ends)
-    return [*kept, points[-1]]
 
 
 def axes_of(lines: Sequence[Line], band: Band | None) -> Axes:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from fourfold.config.template import toml_value
+from fourfold.diagnostics.doctor_says import Verdict, by_severity
+from fourfold.diagnostics.numbers import change, short
 from fourfold.diagnostics.pages.document import document, section, tile
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.predicted import Prediction, Timing, measured_peaks
 from fourfold.diagnostics.report_page.charts import GROUPS, charts_of, coded, curves_section
 from fourfold.diagnostics.report_page.costs import memory_section, time_section
-from fourfold.diagnostics.report_page.curves import change, short
 from fourfold.diagnostics.report_page.samples import samples_section
 from fourfold.diagnostics.report_page.table import metrics_section
-from fourfold.diagnostics.report_page.verdicts import Verdict, by_severity, verdicts_section
+from fourfold.diagnostics.report_page.verdicts import verdicts_section
 from fourfold.diagnostics.report_page.xray import xray_section
 from fourfold.diagnostics.run_record import RunRecord
 from fourfold.diagnostics.xray import Xray
@@ -118,14 +119,13 @@ def _sections(contents: Contents) -> Iterator[Element]:
     for key, title, content in _parts(contents):
         yield section(key, title, content)
     yield section("settings", "Settings", _settings(record))
-    missing = list(_missing(contents))
-    if missing:
-        yield section("missing", "What is not here", [h("ul", [h("li", coded(m)) for m in missing], class_="dashes")])
+    if lacks := list(missing(contents)):
+        yield section("missing", "What is not here", [h("ul", [h("li", coded(m)) for m in lacks], class_="dashes")])
 
 
 def _links(contents: Contents) -> list[Element]:
     """The parts by their ids, which are the shortest names for them."""
-    keys = [*(key for key, _, _ in _parts(contents)), "settings", *(["missing"] if any(_missing(contents)) else [])]
+    keys = [*(key for key, _, _ in _parts(contents)), "settings", *(["missing"] if any(missing(contents)) else [])]
     return [h("a", key, href=f"#{key}") for key in keys]
 
 
@@ -169,7 +169,7 @@ def _lines(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name} = {toml_value(value)}"
 
 
-def _missing(contents: Contents) -> Iterator[str]:
+def missing(contents: Contents) -> Iterator[str]:
     """What a reader could expect and does not find, with the reason."""
     record = contents.record
     yield from record.problems

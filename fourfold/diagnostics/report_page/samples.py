@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.numbers import change, short
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.pages.tables import NOTHING, Row, table
-from fourfold.diagnostics.report_page.curves import change, short
 from fourfold.diagnostics.run_record import RunRecord
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
 from fourfold.diagnostics.metrics import METRICS, Metric
+from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.elements import h, number
 from fourfold.diagnostics.pages.tables import NOTHING, Row, table
 from fourfold.diagnostics.report_page.charts import NAMES, coded
-from fourfold.diagnostics.report_page.curves import short, thinned
-from fourfold.diagnostics.run_record import Points, RunRecord
+from fourfold.diagnostics.run_record import Points, RunRecord, thinned
 
 WIDTH, HEIGHT = 96.0, 22.0
 POINTS = 60

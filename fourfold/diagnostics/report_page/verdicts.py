@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.doctor_says import Verdict, by_severity
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.report_page.charts import coded
 
-ORDER = ("ill", "warning", "note", "good")
 SAID = {"ill": "ill", "warning": "warning", "note": "note", "good": "healthy"}
-
-
-class Verdict(Protocol):
-    """A verdict of fourfold.diagnostics.doctor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def severity(self) -> str: ...
-    @property
-    def evidence(self) -> str: ...
-    @property
-    def confidence(self) -> float: ...
-    @property
-    def remedy(self) -> str: ...
-    @property
-    def steps(self) -> tuple[int, int]: ...
-
-
-def by_severity(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The worst first, and of those alike the surest."""
-    return sorted(verdicts, key=lambda each: (ORDER.index(each.severity), -each.confidence))
 
 
 def verdicts_section(verdicts: Sequence[Verdict]) -> Iterator[Child]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.document import switch
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.pages.tables import Row, table
-from fourfold.diagnostics.report_page.curves import short
 from fourfold.diagnostics.token_texts import TokenText
 from fourfold.diagnostics.xray import Measure, Sample, Xray, XrayStep
 
