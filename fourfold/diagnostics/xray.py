@@ -156,7 +156,7 @@ def _measures(batch: Experience, config: RunConfig) -> Iterator[Measure]:
     """Those of every token, then those of each dimension where values have several."""
     yield Measure("kl", "KL", "nats", "signed")
     yield Measure("log_probs", "log-prob", "nats", "surprise")
-    yield Measure("ref_log_probs", "reference's log-prob", "nats", None)
+    yield Measure("ref_log_probs", "log-prob of reference", "nats", None)
     yield Measure("values", "value", "", "spread")
     yield Measure("advantages", "advantage", "", "signed")
     yield Measure("rewards", "reward", "", "signed")

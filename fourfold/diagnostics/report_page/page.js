@@ -46,17 +46,18 @@ const made = (tag, name, text) => {
   return element;
 };
 
+const probe = document.querySelector(".probe");
 for (const sample of document.querySelectorAll(".xray > li")) {
   const tokens = [...sample.querySelectorAll(".tok[data-at]")];
-  const probe = sample.querySelector(".probe");
-  const table = document.getElementById(probe.dataset.of);
+  const table = document.getElementById(sample.dataset.numbers);
   const heads = [...table.querySelectorAll("thead th")].map((head) => head.textContent);
   const rows = [...table.querySelectorAll("tbody tr")];
   const show = (index) => {
     const cells = [...rows[index].children].map((cell) => cell.textContent);
-    for (const token of tokens) token.classList.toggle("on", token === tokens[index]);
+    for (const token of document.querySelectorAll(".tok.on")) token.classList.remove("on");
+    tokens[index].classList.add("on");
     const odds = made("div", "odds", "");
-    for (const [who, head] of [["actor", "log-prob, nats"], ["reference", "reference's log-prob, nats"]]) {
+    for (const [who, head] of [["actor", "log-prob, nats"], ["reference", "log-prob of reference, nats"]]) {
       const p = Math.exp(Number(cells[heads.indexOf(head)].replaceAll(",", "").replace("\u2212", "-")));
       odds.append(made("span", "", `${who} ${(100 * p).toPrecision(3)} %`));
       const bar = made("span", `bar-of of-${who}`, "");
@@ -68,9 +69,11 @@ for (const sample of document.querySelectorAll(".xray > li")) {
       box.append(made("span", "", head), made("span", "value-of", cells[n + 2]));
       return box;
     });
-    const who = made("div", "who", cells[1].trim() ? cells[1] : "\u2423");
-    who.append(made("small", "sure", ` ${index + 1} of ${rows.length}`));
-    probe.replaceChildren(who, odds, ...figures);
+    const who = made("div", "who", "");
+    who.append(made("b", "", cells[1].trim() ? cells[1] : "\u2423"), made("span", "", `token ${index + 1} of ${rows.length}`));
+    const numbers = made("div", "numbers-of", "");
+    numbers.append(...figures);
+    probe.replaceChildren(who, odds, numbers);
     probe.hidden = false;
   };
   tokens.forEach((token, index) => {

@@ -80,6 +80,7 @@ def xray_section(xray: Xray) -> Iterator[Child]:
     for n, step in enumerate(xray.steps):
         samples = [_sample(each, xray.measures, scales, f"{n}-{at}") for at, each in enumerate(step.samples)]
         yield h("ol", samples, class_=f"xray at-{n}")
+    yield h("div", class_="probe", aria_live="polite", hidden="")  # the script fills it
 
 
 def _steps_switch(steps: Sequence[XrayStep]) -> Element | None:
@@ -114,10 +115,9 @@ def _sample(sample: Sample, measures: Sequence[Measure], scales: Sequence[Scale]
         h("details", h("summary", "The whole prompt"), h("p", sample.prompt, class_="ask")) if cut else None,
         h("div", actor, reference, class_="panes"),
         h("p", f"{sample.left_out:,} more tokens are not shown.", class_="muted") if sample.left_out else None,
-        h("div", class_="probe", aria_live="polite", data_of=f"numbers-{key}", hidden=""),
         h("details", h("summary", "All numbers"), _table(sample, measures, key)),
-        data_row=sample.row,
-    )
+        data_row=sample.row, data_numbers=f"numbers-{key}",
+    )  # fmt: skip
 
 
 def _about(sample: Sample) -> str:
