@@ -12,11 +12,10 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
+from diagnostics.stand_in_tracker import StandIn
 from fourfold.diagnostics.outside_trackers import Described, Ledger
 from fourfold.diagnostics.trackers import make_trackers, read_jsonl
 
@@ -38,24 +37,6 @@ for step in range(int(first), int(last) + 1):
 for tracker in made:
     tracker.close()
 """
-
-
-class StandIn(ModuleType):
-    """Takes what the two packages take, and keeps it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.asked: list[dict[str, Any]] = []
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.Settings = lambda **given: given
-
-    def init(self, **asked: Any) -> Any:
-        self.asked.append(asked)
-        print("a line of its own")
-        return SimpleNamespace(log=lambda row, step: self.rows.append((step, row)), finish=self.finish)
-
-    def finish(self) -> None:
-        """Both forms are there: of the run, and of the module."""
 
 
 @pytest.fixture(params=NAMES)

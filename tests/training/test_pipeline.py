@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diagnostics.stand_in_tracker import StandIn
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import RunFailed
 from fourfold.scoring.sources import FunctionReward
@@ -258,6 +260,20 @@ def test_tensorboard_gets_every_row(tmp_path: Path) -> None:
     assert [event.step for event in found.Scalars("ppo_step/score_mean")] == [1, 2, 3]
     rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
     assert {f"ppo_step/{name}" for name in rows[0].keys() - {"kind", "step"}} <= set(found.Tags()["scalars"])
+
+
+def test_a_tracker_of_another_project_gets_every_row_with_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = StandIn("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    tracking = {"tracking": {"trackers": ["wandb"], "project": "small models"}}
+    run(merged(settings(tmp_path), merged(by_function("pays_for_a"), tracking)))
+    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
+    sent = {step: row["ppo_step/score_mean"] for step, row in tracker.rows if "ppo_step/score_mean" in row}
+    assert sent == {row["step"]: row["score_mean"] for row in rows} and len(sent) == 3
+    [asked] = tracker.asked
+    assert (asked["project"], asked["name"], asked["config"]["ppo"]["steps"]) == ("small models", "run", 3)
 
 
 def test_a_changed_reference_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
