@@ -62,11 +62,10 @@ def parsed(page: str) -> Tags:
 
 def colours(style: str, scheme: str) -> dict[str, str]:
     """The colours of a style by their names, in the scheme "light" or "dark"."""
-    light, *dark = re.split(r"@media screen and \(prefers-color-scheme: dark\)", style)
-    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light))
-    for block in dark if scheme == "dark" else ():
-        found |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", re.split(r"^}", block, flags=re.M)[0]))
-    return found
+    block = r"^@media screen and \(prefers-color-scheme: dark\) \{.*?^\}"
+    dark = "".join(re.findall(block, style, re.S | re.M))
+    light = re.sub(block, "", style, flags=re.S | re.M)
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light + (dark if scheme == "dark" else "")))
 
 
 def luminance(colour: str) -> float:
