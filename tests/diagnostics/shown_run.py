@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,22 @@ from training.runs import by_function, merged, run, settings
 # What a model could write, or a user could name: markup, quotes, direction marks, control codes, half a character.
 HOSTILE = "</script><img src=x onerror=alert(1)> & \"q\" 'a' \u202eevil\u200f \x00\x1b[2J \U0001f642 \ud83d"
 STEPS = 4
+
+
+@dataclass(frozen=True)
+class Said:
+    """A verdict as the doctor gives it."""
+
+    name: str
+    severity: str
+    evidence: str
+    confidence: float
+    remedy: str
+    steps: tuple[int, int]
+
+
+ILL = Said("entropy collapse", "ill", "entropy fell from 4.7 to 0.1", 0.9, "ppo.entropy_coef = 0.02", (2, 4))
+GOOD = Said("ratio", "good", "1.00 in every step", 1.0, "", (1, 4))
 
 
 def make_run(folder: Path) -> Path:

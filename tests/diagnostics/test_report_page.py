@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from diagnostics.page_checks import colours, contrast, drawings, parsed, style_of
-from diagnostics.shown_run import HOSTILE, STEPS, change_json, copy_of, make_run, set_state
+from diagnostics.shown_run import GOOD, HOSTILE, ILL, STEPS, change_json, copy_of, make_run, set_state
 from fourfold.diagnostics.metrics import METRICS, Band
 from fourfold.diagnostics.predicted import memory_of, time_of
 from fourfold.diagnostics.report import Asked, write_report
@@ -22,22 +22,6 @@ from fourfold.diagnostics.report_page import Contents, missing, report_page
 from fourfold.diagnostics.report_page.charts import GROUPS
 from fourfold.diagnostics.report_page.curves import HEIGHT, Curve, Line, axes_of, curve
 from fourfold.diagnostics.run_record import MOST_POINTS, read_run, thinned
-
-
-@dataclass(frozen=True)
-class Said:
-    """A verdict as the doctor gives it."""
-
-    name: str
-    severity: str
-    evidence: str
-    confidence: float
-    remedy: str
-    steps: tuple[int, int]
-
-
-ILL = Said("entropy collapse", "ill", "entropy fell from 4.7 to 0.1", 0.9, "ppo.entropy_coef = 0.02", (2, 4))
-GOOD = Said("ratio", "good", "1.00 in every step", 1.0, "", (1, 4))
 
 
 @pytest.fixture(scope="module")
