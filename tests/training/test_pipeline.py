@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from diagnostics.stand_in_tracker import StandIn
+from fourfold.diagnostics.run_state import read_state
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import RunFailed
 from fourfold.scoring.sources import FunctionReward
@@ -203,6 +204,16 @@ def test_failed_scores_stop_the_run_or_are_dropped(tmp_path: Path) -> None:
     rows = read_jsonl(tmp_path / "dropped" / "ppo" / "metrics.jsonl", "ppo_step")
     assert sum(row["invalid_scores"] for row in rows) > 0
     assert all(row["dropped_rows"] == row["invalid_scores"] for row in rows)
+
+
+def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
+    tree = merged(settings(tmp_path), by_function("pays_none_for_some"))
+    with pytest.raises(RunFailed):
+        run(tree)
+    state = read_state(tmp_path / "run")
+    assert (state.state, state.stages) == ("failed", ("ppo",)) and "no valid score" in state.said
+    run(merged(tree, {"output": str(tmp_path / "other"), "reward": {"on_failure": "drop"}}))
+    assert read_state(tmp_path / "other").state == "finished"
 
 
 def test_a_failed_score_is_no_number_in_the_metrics_either(tmp_path: Path) -> None:
