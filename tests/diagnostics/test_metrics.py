@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fourfold.config.schema import RunConfig, Section
-from fourfold.diagnostics.metrics import METRICS, Band, check_row, metrics_markdown
+from fourfold.diagnostics.metrics import METRICS, Band, Metric, check_row, metrics_markdown
 from fourfold.memory.meter import PassCounter
 
 
@@ -110,7 +110,7 @@ def test_markdown_has_one_line_a_metric_with_six_cells() -> None:
             assert len(re.split(r"(?<!\\)\|", row)) == 8, row
 
 
-BANDS = {
+BANDS: dict[tuple[str, ...], tuple[Metric, Band | None]] = {
     (metric.name, *where): (metric, band)
     for table in METRICS.values()
     for metric in table.values()
@@ -142,7 +142,7 @@ def test_words_that_are_numbers_have_a_band() -> None:
 
 def test_a_band_of_the_start_follows_the_first_value() -> None:
     band = METRICS["evaluation"]["eval_distinct_2"].band_where("float32")
-    assert band == Band(low=0.85, of_start=True)
+    assert band is not None and band == Band(low=0.85, of_start=True)
     assert band.seen_from(0.5) == Band(low=0.425) and not band.seen_from(0.5).holds(0.42)
     assert Band(0.1, 0.2).holds(0.1) and Band(0.1, 0.2).holds(0.2) and not Band(0.1, 0.2).holds(0.21)
 

@@ -35,5 +35,7 @@ def _card(verdict: Verdict) -> Element:
         h("span", when, class_="sure"),
         class_="verdict-head",
     )
-    remedy = h("p", h("b", "Try: "), coded(verdict.remedy), class_="remedy") if verdict.remedy else None
+    setting, _, reason = verdict.remedy.partition("#")
+    why = h("span", f" {reason.strip()}", class_="sure") if reason.strip() else None
+    remedy = h("p", h("b", "Try: "), h("code", setting.strip()), why, class_="remedy") if setting.strip() else None
     return h("li", head, h("p", coded(verdict.evidence)), remedy, class_=f"is-{verdict.severity}")
