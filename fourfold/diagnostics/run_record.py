@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fourfold.config import RunConfig
-from fourfold.diagnostics.metrics import METRICS, Band
+from fourfold.diagnostics.metrics import METRICS, Band, table_name
 from fourfold.diagnostics.metrics.rollout import QUANTISED
 from fourfold.diagnostics.run_files import PLAN, SPENT, TIMELINE, saved_config
 from fourfold.diagnostics.run_state import RunState, read_state
@@ -68,9 +68,17 @@ class RunRecord:
             points = points if start is None else [(0, float(start)), *points]
         return points
 
+    def names(self, kind: str, metric: str) -> list[str]:
+        """The names that a declared metric has in the rows: itself, or one for each part of the reward (".../NAME")."""
+        stem, has_parts, _ = metric.partition("/")
+        if not has_parts:
+            return [metric]
+        rows = self.steps if kind == "ppo_step" else self.evaluations
+        return list(dict.fromkeys(name for row in rows for name in row if name.startswith(f"{stem}/")))
+
     def band(self, kind: str, metric: str) -> Band | None:
         """What is healthy of a metric in this run, in numbers and in its unit."""
-        declared = METRICS[kind].get(metric)
+        declared = METRICS[kind].get(table_name(metric))
         where = QUANTISED if self.config.sampling.differs else self.config.precision.compute
         band = None if declared is None else declared.band_where(where)
         if band is None or not band.of_start:

@@ -143,13 +143,19 @@ def _step(
                 tokens=token_texts(ids[row][:shown], tokenizer),
                 numbers={key: values[row, :shown].tolist() for key, values in numbers.items()},
                 score=float(batch.scores[row]),
-                parts={},
+                parts=_parts(batch, row, config),
                 length=len(ids[row]),
                 truncated=bool(batch.truncated[row]),
                 left_out=len(ids[row]) - shown,
             )
         )
     return XrayStep(step, samples)
+
+
+def _parts(batch: Experience, row: int, config: RunConfig) -> dict[str, float]:
+    """The raw scores of the parts of the reward, where it has several."""
+    names = config.reward.dimensions
+    return dict(zip(names, batch.score_parts[row].tolist(), strict=True)) if len(names) > 1 else {}
 
 
 def _measures(batch: Experience, config: RunConfig) -> Iterator[Measure]:

@@ -233,6 +233,18 @@ def test_every_metric_of_the_charts_is_declared_and_drawn_once() -> None:
         assert name in METRICS[kind], name
 
 
+def test_each_part_of_the_reward_has_its_curve(whole: Path) -> None:
+    record = read_run(whole)
+    parts = ("brief & kind", "formal")
+    steps = [{**row, **{f"score_mean/{name}": n + 0.25 for n, name in enumerate(parts)}} for row in record.steps]
+    page = page_of(whole, steps=steps)
+    assert record.names("ppo_step", "score_mean/NAME") == [], "a reward of one source has no parts"
+    text = text_of(page)
+    assert "Score: brief &amp; kind" in text and "Score: formal" in text
+    assert page.count("<code>score_mean/formal</code>") == 1, "in the table of all metrics"
+    assert set(parsed(page).ids.values()) == {1}
+
+
 def test_an_evaluation_begins_with_the_one_before_training(whole: Path) -> None:
     record = read_run(whole)
     before = json.loads((whole / "ppo" / "before.json").read_text())["metrics"]

@@ -89,6 +89,19 @@ def test_training_rollouts_can_be_looked_at(record: RunRecord) -> None:
     )
 
 
+def test_parts_of_the_score_are_told(record: RunRecord, tmp_path: Path) -> None:
+    batch = held_out_files(record.root).read(STEPS)
+    both = torch.stack([batch.scores, -batch.scores], dim=1)
+    held_out_files(tmp_path).write(1, replace(batch, score_parts=both))
+    reward = record.config.reward.model_copy(update={"source": "combined", "parts": {"kind": 1, "brief": 2}})
+    config = record.config.model_copy(update={"reward": reward})
+    [step] = make_xray(tmp_path, config, TOKENIZER, 2).steps
+    for sample in step.samples:
+        assert sample.parts == pytest.approx({"kind": sample.score, "brief": -sample.score})
+    page = html(make_xray(tmp_path, config, TOKENIZER, 2))
+    assert f"score {short(sample.score)}, kind {short(sample.score)}, brief {short(-sample.score)};" in page
+
+
 def test_without_kept_rollouts_the_reason_is_given(record: RunRecord, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rollout has been kept yet"):
         make_xray(tmp_path, record.config, TOKENIZER, 2)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from fourfold.diagnostics.metrics import METRICS, Metric
+from fourfold.diagnostics.metrics import METRICS, Metric, table_name
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.report_page.curves import Curve, Line, curve
 from fourfold.diagnostics.run_record import RunRecord
 
 TRAINING, HELD_OUT = "ppo_step", "evaluation"
 NAMES = {TRAINING: "training", HELD_OUT: "held out"}
+NAME = "/NAME"  # of metrics that are there once for each part of the reward
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ GROUPS = (
             _of("Reward learned from", "reward_per_sequence_mean", "score_shaped_mean",
                 labels=("with KL penalty", "score alone")),
             _of("Spread of scores", "score_std"),
+            _of("Score", "score_mean/NAME", "eval_score_mean/NAME"),
         ),
     ),
     Group(
@@ -101,16 +103,28 @@ GROUPS = (
 
 
 def charts_of(record: RunRecord, group: Group) -> list[Element]:
-    """The pictures of a group for which the run has numbers."""
+    """The pictures of a group for which the run has numbers; of metrics of parts of the reward one a part."""
     made = []
     for chart in group.charts:
-        lines = [Line(label, record.points(kind, name)) for kind, name, label in chart.metrics]
-        if not any(each.points for each in lines):
-            continue
-        kind, name, _ = next(m for m, each in zip(chart.metrics, lines, strict=True) if each.points)
-        metric = METRICS[kind][name]
-        made.append(curve(Curve(name, chart.title, metric.unit, lines, record.band(kind, name), [_explained(metric)])))
+        for part in _parts(record, chart):
+            found = [(kind, name.replace(NAME, f"/{part}"), label) for kind, name, label in chart.metrics]
+            lines = [Line(label, record.points(kind, name)) for kind, name, label in found]
+            drawn = [each for each, line in zip(found, lines, strict=True) if line.points]
+            if drawn:
+                kind, name, _ = drawn[0]
+                metric = METRICS[kind][table_name(name)]
+                title = f"{chart.title}: {part}" if part else chart.title
+                key = f"{group.key}-{len(made)}"
+                made.append(curve(Curve(key, title, metric.unit, lines, record.band(kind, name), [_explained(metric)])))
     return made
+
+
+def _parts(record: RunRecord, chart: Chart) -> list[str]:
+    """The parts of the reward that a chart has a picture of each; [""] for a chart of the whole."""
+    if NAME not in chart.metrics[0][1]:
+        return [""]
+    names = [name for kind, metric, _ in chart.metrics for name in record.names(kind, metric)]
+    return list(dict.fromkeys(name.partition("/")[2] for name in names))
 
 
 def _explained(metric: Metric) -> Element:

@@ -22,9 +22,10 @@ def metrics_section(record: RunRecord) -> Iterator[Element]:
             class_="muted")  # fmt: skip
     for kind, declared in METRICS.items():
         rows = [
-            _row(metric, points, record)
+            _row(metric, name, points)
             for metric in declared.values()
-            if metric.name != "step" and (points := record.points(kind, metric.name))
+            for name in record.names(kind, metric.name)
+            if name != "step" and (points := record.points(kind, name))
         ]
         if rows:
             said = f"{len(rows)} metrics of {NAMES.get(kind, kind)} rows"
@@ -32,14 +33,14 @@ def metrics_section(record: RunRecord) -> Iterator[Element]:
             yield h("details", h("summary", said), table(said, heads, rows, "all-metrics"))
 
 
-def _row(metric: Metric, points: Points, record: RunRecord) -> Row:
+def _row(metric: Metric, name: str, points: Points) -> Row:
     values = [value for _, value in points]
     figures = [short(value) for value in (values[0], values[-1], min(values), max(values))]
-    way = _sparkline(metric.name, points) if len(points) > 1 else NOTHING
-    return Row(h("code", metric.name), [*figures, h("td", way), h("td", coded(metric.healthy), class_="why")])
+    way = _sparkline(points) if len(points) > 1 else NOTHING
+    return Row(h("code", name), [*figures, h("td", way), h("td", coded(metric.healthy), class_="why")])
 
 
-def _sparkline(name: str, points: Points) -> Element:
+def _sparkline(points: Points) -> Element:
     shown = thinned(points, POINTS)
     low, high = min(v for _, v in shown), max(v for _, v in shown)
     first, last = shown[0][0], shown[-1][0]
