@@ -74,7 +74,7 @@ def memory_of(record: RunRecord) -> Prediction:
         models, _ = architectures_of(record.config)
         found = predicted_peaks(record.config, models, lengths_of(record.config), device_of(record.config).type)
     except ValueError as error:
-        return Prediction({}, f"memory is not predicted: {error}")
+        return Prediction({}, str(error))
     return Prediction(found.peaks, "by the planner, for the longest prompts and responses that the settings allow")
 
 
@@ -83,13 +83,13 @@ def time_of(record: RunRecord) -> Timing:
     if not record.steps:
         return Timing(said="no step has been logged")
     if record.state.host and record.state.host != socket.gethostname():
-        return Timing(said=f"time is not predicted: the run was made on another machine ({record.state.host})")
+        return Timing(said=f"the run was made on another machine ({record.state.host})")
     try:
         cluster = read_measured()
         scene = Scene(record.config, architectures_of(record.config)[0], cluster, _lengths(record))
         cost = costs(scene, footprint(scene))
     except ValueError as error:  # this machine is not measured, or the planner does not know the model
-        return Timing(said=f"time is not predicted: {error}")
+        return Timing(said=str(error))
     seconds = {str(each.moment): each.seconds for each in cost.work} | {str(k): v for k, v in cost.seconds.items()}
     return Timing(seconds, f"by the planner for {cluster.device.name} as measured, at the run's mean lengths")
 

@@ -70,8 +70,11 @@ def frame(record: RunRecord, verdicts: Sequence[Verdict] | str, glyphs: Glyphs, 
         parts.append(visible(record.state.said.splitlines()[0]))
     if record.steps:
         parts += ["", _metrics(record, glyphs, max(10, min(48, width - 52))), "", _phases(record, glyphs)]
+    elif "ppo" in record.config.stages:
+        parts.append(Text(f"no step of ppo has been logged; stage {record.stage}", "bright_black"))
     else:
-        parts.append(Text(f"no step of ppo has been logged; stage {record.stage or 'ppo'}", "bright_black"))
+        parts.append(Text(f"stages {', '.join(record.config.stages)}, without ppo: there are no steps to show"))
+        return Group(*parts)
     parts += ["", *_verdicts(verdicts)]
     return Group(*parts)
 
@@ -82,7 +85,8 @@ def _title(record: RunRecord) -> Text:
     line = visible(record.name)
     line.stylize("bold")
     line.append("  ").append("not finished" if state == "unknown" else state, style)
-    line.append(f"  step {record.step:,} of {record.config.ppo.steps:,}")
+    if "ppo" in record.config.stages:
+        line.append(f"  step {record.step:,} of {record.config.ppo.steps:,}")
     if record.steps and state == "running":
         left = (record.config.ppo.steps - record.step) * median(row["step_seconds"] for row in record.steps[-20:])
         line.append(f", about {seconds(left)} left", "bright_black")

@@ -22,6 +22,7 @@ from fourfold.diagnostics.report_page import Contents, missing, report_page
 from fourfold.diagnostics.report_page.charts import GROUPS
 from fourfold.diagnostics.report_page.curves import HEIGHT, Curve, Line, axes_of, curve
 from fourfold.diagnostics.run_record import MOST_POINTS, read_run, thinned
+from training.runs import merged, run, settings
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_a_finished_run_has_every_part(whole: Path, tmp_path: Path) -> None:
     for _, name, value in tags.attributes:
         if name in ("aria-labelledby", "for"):
             assert value and set(value.split()) <= tags.ids.keys()
-    assert not [each for each in missing(contents) if not each.startswith(("doctor", "time"))]
+    assert not [each for each in missing(contents) if not each.startswith(("doctor", "planned time"))]
 
 
 def test_the_page_needs_nothing_else(whole: Path, tmp_path: Path) -> None:
@@ -101,6 +102,15 @@ def test_a_run_that_has_just_begun_is_shown(whole: Path, tmp_path: Path) -> None
     text = text_of((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert "no step of ppo has been logged" in text and "no rollout has been kept yet" in text
     assert contents.memory.peaks, "the planner needs the settings alone"
+
+
+def test_a_run_without_ppo_is_shown(tmp_path: Path) -> None:
+    run(merged(settings(tmp_path), {"stages": ["sft"]}))
+    contents = write_report(tmp_path / "run", tmp_path / "page.html", Asked())
+    text = text_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "Finished" in text and "stages sft" in text and "Where the seconds went" in text
+    [lacks] = missing(contents)
+    assert "the stage ppo, which is not among" in lacks
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(whole: Path, tmp_path: Path) -> None:

@@ -176,8 +176,11 @@ def missing(contents: Contents) -> Iterator[str]:
     for stage in record.config.stages:
         if stage not in record.stages:
             yield f"stage {stage}: {_why_not(record, stage)}"
+    if "ppo" not in record.config.stages:
+        yield "curves, verdicts, samples and tokens: they are of the stage ppo, which is not among `stages`"
+        return
     if not record.steps:
-        yield "curves: no step of ppo has been logged" + ("" if "ppo" in record.config.stages else "; ppo is no stage")
+        yield "curves: no step of ppo has been logged"
     elif not record.evaluations:
         why = "`data.prompts_test` is not given" if record.config.data.prompts_test is None else "none has been made"
         yield f"curves of held-out prompts: {why}"
@@ -188,9 +191,9 @@ def missing(contents: Contents) -> Iterator[str]:
     if isinstance(contents.xray, str):
         yield f"token x-ray: {contents.xray}"
     if not contents.memory.peaks:
-        yield contents.memory.said
+        yield f"planned memory: {contents.memory.said}"
     if not contents.time.seconds:
-        yield contents.time.said
+        yield f"planned time: {contents.time.said}"
 
 
 def _why_not(record: RunRecord, stage: str) -> str:
