@@ -30,9 +30,8 @@ from benchmarks.results import (
     write_result,
 )
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
+from fourfold.diagnostics.run_files import TIMELINE, saved_config
 from fourfold.diagnostics.trackers import read_jsonl
-from fourfold.training.folder import saved_config
-from fourfold.training.timeline import TIMELINE
 
 Summary = dict[str, Any]
 UNITS = {

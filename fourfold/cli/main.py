@@ -24,6 +24,8 @@ COMMANDS = {
     "sft": "the first stage alone: supervised fine-tuning",
     "reward": "the second stage alone: train the reward model on preference pairs",
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
+    "watch": "follow a run in the terminal: values, seconds by phase, what the doctor says",
+    "report": "show a run as one page: curves, verdicts, samples, tokens, memory and time",
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",

@@ -17,6 +17,8 @@ from fourfold.config.checks import is_given
 from fourfold.config.checks.memory import needs_cuda
 from fourfold.config.checks.precision import precision, precision_warnings
 from fourfold.diagnostics.metrics import METRICS
+from fourfold.diagnostics.run_files import PLAN
+from fourfold.diagnostics.run_state import noted_state
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.assembly import record_for
@@ -26,7 +28,7 @@ from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
 from fourfold.training.inputs import Inputs, Records, encode_inputs, read_records
-from fourfold.training.planned import PLAN, Chosen, choose_levers, note_memory, predict
+from fourfold.training.planned import Chosen, Prediction, choose_levers, note_memory, predict
 from fourfold.training.ppo import Stores, train_ppo
 from fourfold.training.reward_model import train_reward
 from fourfold.training.rows import TIMED_PHASES
@@ -151,8 +153,16 @@ def _carry_out(
         base = load_base(config)
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
-    chosen.save(folder)
-    Timeline(folder.root).spans("", 0, meter.take_spans())
+    with noted_state(folder.root, todo):
+        chosen.save(folder)
+        Timeline(folder.root).spans("", 0, meter.take_spans())
+        _stages(config, folder, base, inputs, todo, meter, say)
+
+
+def _stages(
+    config: RunConfig, folder: RunFolder, base: Base, inputs: Inputs, todo: list[str], meter: PhaseMeter, say: Say
+) -> None:
+    predicted = Prediction({}, "")
     if "ppo" in todo:
         say(planned_ppo(config, len(inputs.prompts)))
         predicted = predict(config, inputs.prompts)

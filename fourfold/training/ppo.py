@@ -17,6 +17,7 @@ from fourfold.config.checks import reference_at_llama_cpp
 from fourfold.config.schema import MemorySection, OptimizerSection, PartSection, RunConfig
 from fourfold.data.told_weights import ToldWeights
 from fourfold.diagnostics.judges import make_judge
+from fourfold.diagnostics.outside_trackers import Described
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
 from fourfold.diagnostics.trackers import make_trackers
@@ -171,7 +172,10 @@ def build_trainer(
     resumed = trainer.resume()
     kept.go_on_from(trainer.progress.step)
     trainer.trackers = make_trackers(
-        config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
+        config.tracking.trackers,
+        folder,
+        resume_after_step=trainer.progress.step if resumed else None,
+        described=Described(config.tracking.project, folder.parent.resolve().name, config.model_dump(mode="json")),
     )
     return trainer
 

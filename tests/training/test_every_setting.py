@@ -102,6 +102,7 @@ SHOWN = {
     "checkpoint.best_metric": BEST,
     "checkpoint.best_mode": BEST,
     "tracking.trackers": "training/test_pipeline.py::test_tensorboard_gets_every_row",
+    "tracking.project": "training/test_pipeline.py::test_a_tracker_of_another_project_gets_every_row_with_the_settings",
 }
 
 

@@ -65,6 +65,8 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         )
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
+    if not {"wandb", "trackio"} & set(config.tracking.trackers):
+        because("tracking.trackers holds neither 'wandb' nor 'trackio'", "tracking", "project")
     if config.data.prompts_test is None:
         reason = "without data.prompts_test nothing is evaluated"
         because(reason, "evaluation", *type(config.evaluation).model_fields)

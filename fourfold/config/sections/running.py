@@ -91,6 +91,12 @@ class CheckpointSection(Section):
 
 
 class TrackingSection(Section):
-    trackers: tuple[Literal["tensorboard"], ...] = Field(
-        default=(), description="Where metrics go besides metrics.jsonl.", strict=False
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(),
+        description="Where metrics go besides metrics.jsonl. 'wandb' writes into the run's folder and sends nothing "
+        "unless the variable WANDB_MODE says so, 'trackio' into TRACKIO_DIR; each is an extra of its own.",
+        strict=False,
+    )
+    project: Annotated[str, Field(min_length=1)] = Field(
+        default="fourfold", description="The project that the run belongs to at 'wandb' and 'trackio'."
     )
