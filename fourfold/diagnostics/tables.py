@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.planner.advice import STEP_0
 from fourfold.planner.bill import PHASES
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ def role_rows(models: FourModels) -> list[RoleRow]:
     counted = set[int]()
     parts = dict(models.shared_parameters())
     quantized = {} if models.base.trunk is None else stands_for(models.base.trunk)
-    for name in ("actor", "critic", "reference", "reward"):
-        role = getattr(models, name)
+    roles = {name: getattr(models, name) for name in ("actor", "critic", "reference", "reward")}
+    roles[STEP_0] = models.step_0
+    for name, role in roles.items():
         parts[name] = [] if role is None else list(role.parameters())
         quantized |= {} if role is None else stands_for(role)
     rows = []
@@ -114,7 +116,7 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         # By identity: tied weights are one parameter under two names.
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
-        role = getattr(models, name, None)
+        role = roles.get(name)
         outside = getattr(role, "outside_torch", None)
         if outside is not None:
             rows.append(

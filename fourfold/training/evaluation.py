@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from fourfold.algorithms.statistics import distinct_n
 from fourfold.batch import ScoredRollout
+from fourfold.memory.budget import BatchSize
+from fourfold.models.loading import Base
+from fourfold.models.roles import Activations, Policy
+from fourfold.training.supervised import Texts, mean_nll
+from fourfold.training.texts import TextCache
 
 Judge = Callable[[Sequence[str]], list[float]]
+
+
+@dataclass(frozen=True)
+class HeldOutTexts:
+    """Texts that the actor has not written: what it still knows of the language that sft has taught it."""
+
+    base: Base
+    texts: Texts
+    size: BatchSize
+
+    def nll(self, actor: Policy) -> float:
+        """Nats a token under the actor as it is now (teacher-forced)."""
+        return mean_nll(actor, _Inputs(self.base, actor), self.texts, self.size)
+
+
+class _Inputs:
+    """What an actor reads of texts; nothing of it is kept."""
+
+    def __init__(self, base: Base, actor: Policy) -> None:
+        self._ids = TextCache(replace(base, trunk=None))
+        # Over a trunk that is trained the actor takes ids through its own.
+        self._trunk = base.trunk if actor.trunk is None else None
+
+    def activations(self, texts: Texts) -> tuple[Activations, Tensor]:
+        """Of the frozen trunk where there is one, else the ids."""
+        found, ids = self._ids.activations(texts)
+        return found if self._trunk is None else Activations(self._trunk(ids, found.mask), found.mask), ids
 
 
 @dataclass(frozen=True)
@@ -22,8 +56,15 @@ class Evaluation:
     responses: list[str]
 
 
-def summarise(scored: ScoredRollout, prompts: list[str], responses: list[str], judge: Judge | None) -> Evaluation:
-    """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
+def summarise(
+    scored: ScoredRollout,
+    prompts: list[str],
+    responses: list[str],
+    judge: Judge | None,
+    drift: Mapping[str, float] = MappingProxyType({}),
+) -> Evaluation:
+    """Metrics of an evaluation rollout, with those that tell how far the actor has gone from where it started; KL is
+    the run's own estimator summed over each response.
 
     The judge reads prompt and response as one text, as a reader would.
     """
@@ -40,6 +81,7 @@ def summarise(scored: ScoredRollout, prompts: list[str], responses: list[str], j
         "eval_distinct_2": distinct_n(rows, 2),
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
+        **drift,
     }
     if judge is not None:
         judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])

@@ -169,7 +169,8 @@ def _carry_out(
         _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder, say))
     if "ppo" in todo:
         stores = Stores(sft_model(config, folder), reward_model(config, folder))
-        inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
+        held_out = inputs.texts_test[: config.evaluation.max_texts]
+        inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test, texts_test=held_out)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
         note_memory(predicted, folder)
 

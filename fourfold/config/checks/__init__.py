@@ -9,6 +9,7 @@ from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_so
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.own_models import reference_engine, reward_model
 from fourfold.config.checks.precision import precision
+from fourfold.config.checks.prior import prior
 from fourfold.config.checks.sampling import sampling
 from fourfold.config.checks.service import (
     reference_at_llama_cpp,
@@ -46,6 +47,7 @@ def problems(config: RunConfig) -> list[str]:
         *reward_source(config),
         *reward_model(config),
         *reference_engine(config),
+        *prior(config),
         *ppo(config),
         *warm_ups(config),
         *lengths(config),
