@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fourfold.algorithms.statistics import distinct_n
 from fourfold.batch import ScoredRollout
+from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy
@@ -54,6 +55,13 @@ class Evaluation:
     metrics: dict[str, float]
     prompts: list[str]
     responses: list[str]
+
+
+def valid_rows(valid: Tensor) -> Tensor:
+    """Row numbers of the held-out responses with a valid score (int64); RunFailed where there are none."""
+    if not bool(valid.any()):
+        raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
+    return valid.nonzero()[:, 0]
 
 
 def summarise(

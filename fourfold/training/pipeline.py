@@ -93,6 +93,10 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
     if config.sft.checkpoint:
         allowed = "the folder sft/model of a run, a checkpoint of its stage sft, or a LoRA adapter of peft"
         _check_stored(config, "policy", "sft.checkpoint", Path(config.sft.checkpoint).expanduser(), allowed)
+    if config.reference.checkpoint:
+        allowed = "the folder sft/model or ppo/model of a run, or a checkpoint of a stage sft"
+        place = Path(config.reference.checkpoint).expanduser()
+        _check_stored(config, "policy", "reference.checkpoint", place, allowed)
     if reward.source == "checkpoint":
         allowed = "the folder reward/model of a run, or a checkpoint of its stage reward"
         _check_stored(config, "scorer", "reward.checkpoint", Path(reward.checkpoint).expanduser(), allowed)

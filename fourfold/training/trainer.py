@@ -25,7 +25,7 @@ from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
-from fourfold.training.evaluation import Evaluation, Judge, summarise
+from fourfold.training.evaluation import Evaluation, Judge, summarise, valid_rows
 from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.prior import Prior
@@ -165,12 +165,12 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Held-out prompts under the actor as it is now, always with the same random numbers."""
-        assert (prompts := self.evaluation_prompts) is not None, "without data.prompts_test nothing is evaluated"
+        prompts = self.evaluation_prompts
+        assert prompts is not None, "without data.prompts_test nothing is evaluated"
         with self.meter.phase("evaluate"):
             rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
             scored, valid = self._score(rollout, activations)
-            if not len(rows := valid.nonzero()[:, 0]):
-                raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
+            rows = valid_rows(valid)
             scored = scored.select(rows)
             drift = self.prior.evaluated(scored, activations.select(rows))
         return summarise(scored, *texts_of(scored, self.models.base.tokenizer), self.judge, drift)
