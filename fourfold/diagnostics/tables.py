@@ -6,7 +6,7 @@ import io
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -82,6 +82,28 @@ def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
         _, has_role, role = name.partition("/")
         shown = (f"{predicted / 2**20:,.1f}", f"{measured / 2**20:,.1f}", f"{predicted / measured - 1:+.1%}")
         table.add_row(f"  {role}" if has_role else name, *shown)
+    return table
+
+
+def study_table(report: Mapping[str, Any]) -> Table:
+    """Measures of a study's variants, means over seeds with their standard deviation; variants are columns."""
+    variants = report["variants"]
+    table = Table(title=f"study {report['study']}: {report['question']}", box=SIMPLE_HEAD)
+    table.add_column("measure", overflow="fold")
+    for name in variants:
+        table.add_column(visible(name), justify="right", overflow="fold")
+    for measure in report["measures"]:
+        cells = []
+        for variant in variants.values():
+            mean, spread = variant["mean"].get(measure["name"]), variant["std"].get(measure["name"])
+            cells.append(_number(mean) + ("" if spread is None else f" ± {spread:.2g}"))
+        if set(cells) != {"-"}:
+            table.add_row(f"{measure['title']}, {measure['unit']}", *cells)
+    seconds = [sum(run.get("seconds", 0.0) for run in variant["runs"]) for variant in variants.values()]
+    table.add_row("seconds of ppo, all seeds", *(f"{spent:.0f}" for spent in seconds))
+    failed = [sum(run["status"] == "failed" for run in variant["runs"]) for variant in variants.values()]
+    if any(failed):
+        table.add_row("runs that failed", *map(str, failed))
     return table
 
 
