@@ -1,8 +1,8 @@
 """`fourfold study`: variants of one configuration side by side, each a run of its own, and what came of them.
 
-OUTPUT/VARIANT/seed-N is a run as any other: finished ones are skipped, an interrupted one goes on, and it can be sampled
-and exported. The stages before ppo that variants have in common are carried out once, in OUTPUT/shared, with the seed of
-the configuration; runs link to them. So seeds differ in ppo alone.
+OUTPUT/VARIANT/seed-N is a run as any other: finished ones are skipped, an interrupted one goes on, and it can be
+sampled and exported. The stages before ppo that variants have in common are carried out once, in OUTPUT/shared, with
+the seed of the configuration; runs link to them. So seeds differ in ppo alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Planned:
 
 
 def run_study(study: Study, config: RunConfig, asked: Asked, say: Say) -> dict[str, Any]:
-    """Carry out what is not done yet; returns (and writes) the report. A variant that fails is told, and others go on."""
+    """Carry out what is not done yet; returns (and writes) the report. Where a variant fails the others go on."""
     root = Path(asked.output or f"{config.output.rstrip('/')}-{study.name}").expanduser()
     config = _prepared(study, config, asked)
     seeds = list(asked.seeds) or [config.seed]
