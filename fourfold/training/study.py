@@ -65,10 +65,9 @@ def run_study(study: Study, config: RunConfig, asked: Asked, say: Say) -> dict[s
     config = _prepared(study, config, asked)
     seeds = list(asked.seeds) or [config.seed]
     planned = plan(study, config, asked, root)
-    for folder in dict.fromkeys(each.shared for each in planned if each.shared is not None):
-        first = next(each for each in planned if each.shared == folder)
+    for folder, first in _shared(planned, config, root).items():
         say(f"study {study.name}: the stages before ppo, in {folder}")
-        run_stages(_before_ppo(first.config, folder), say)
+        run_stages(_before_ppo(first, folder), say)
     planned = plan(study, config, asked, root)  # once more: a stage has left checkpoints
     report: dict[str, Any] = {"study": study.name, "question": study.question, "output": str(root)}
     report |= {"steps": config.ppo.steps, "seeds": seeds}
@@ -109,6 +108,13 @@ def plan(study: Study, config: RunConfig, asked: Asked, root: Path) -> list[Plan
             folder = folders.setdefault(alike, root / ("shared" if not folders else f"shared-{variant.name}"))
         planned.append(Planned(variant, of_variant, folder))
     return planned
+
+
+def _shared(planned: Sequence[Planned], config: RunConfig, root: Path) -> dict[Path, RunConfig]:
+    """The folders of shared stages, each with settings of a run that shares them."""
+    if not planned and set(config.stages) != {"ppo"}:
+        return {root / "shared": config}  # what is asked for is made of what they leave
+    return {each.shared: each.config for each in reversed(planned) if each.shared is not None}
 
 
 def _may_come(name: str, config: RunConfig, shared: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Variants side by side: shared stages once, finished runs skipped, failures told, and numbers that are the runs' own."""
+"""Variants side by side: shared stages once, finished runs skipped, failures told, numbers that are the runs' own."""
 
 from __future__ import annotations
 
