@@ -62,13 +62,15 @@ def _probability(logits: torch.Tensor, start: int, response: tuple[int, ...]) ->
     return float(torch.stack(chosen).sum().exp())
 
 
-def posterior(model: Path, prompt: list[int]) -> torch.Tensor:
-    """pi_ref(y) exp(r(y) / beta) / Z from the model as it lies on disk."""
+def posterior(model: Path, prompt: list[int], *, uniform: bool = False) -> torch.Tensor:
+    """pi_ref(y) exp(r(y) / beta) / Z from the model as it lies on disk, or from a prior of V^-n for n tokens."""
     reference = AutoModelForCausalLM.from_pretrained(model)
     names = {number: word for word, number in WORDS.items()}
     prior, reward = [], []
     for response in all_responses():
-        prior.append(_probability(reference(torch.tensor([[*prompt, *response]])).logits[0], len(prompt), response))
+        logits = reference(torch.tensor([[*prompt, *response]])).logits[0]
+        of_model = _probability(logits, len(prompt), response)
+        prior.append(len(WORDS) ** -len(response) if uniform else of_model)
         text = "".join(names[token] for token in response if token != EOS)
         reward += pays_by_hash([""], [text])
     assert sum(prior) == pytest.approx(1.0, abs=1e-6), "every response is listed once"
@@ -77,18 +79,26 @@ def posterior(model: Path, prompt: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def distances(trainer: Trainer, model: Path) -> list[float]:
+def distances(trainer: Trainer, model: Path, *, uniform: bool = False) -> list[float]:
     """Total variation between actor and posterior for each prompt."""
-    pairs = [(probabilities(trainer, prompt), posterior(model, prompt)) for prompt in PROMPTS]
+    pairs = [(probabilities(trainer, prompt), posterior(model, prompt, uniform=uniform)) for prompt in PROMPTS]
     return [float((actual - wanted).abs().sum() / 2) for actual, wanted in pairs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "seed", "sharing", "gae_lambda"), [("gpt2", 2, "trunk", 0.95), ("llama", 0, "none", 1.0)]
+    ("family", "seed", "sharing", "gae_lambda", "prior"),
+    [
+        ("gpt2", 2, "trunk", 0.95, "step_0"),
+        ("llama", 0, "none", 1.0, "step_0"),
+        ("llama", 0, "none", 1.0, "uniform"),  # among responses of one length softmax(r / beta)
+    ],
 )
-def test_ppo_finds_the_posterior(tmp_path: Path, family: str, seed: int, sharing: str, gae_lambda: float) -> None:
+def test_ppo_finds_the_posterior(
+    tmp_path: Path, family: str, seed: int, sharing: str, gae_lambda: float, prior: str
+) -> None:
     """Total variation under 0.03 after training, far above it before."""
+    uniform = prior == "uniform"
     model = tiny_world(tmp_path / "world", family, seed)
     decay = {"schedule": "cosine", "learning_rate": 0.01}
     ppo = decay | {
@@ -99,6 +109,7 @@ def test_ppo_finds_the_posterior(tmp_path: Path, family: str, seed: int, sharing
     changes = merged(changes, {
         "seed": seed,
         "model": {"path": str(model)},
+        "reference": {"prior": prior},
         "critic": decay | {"learning_rate": 0.02},
         "sampling": {"max_new_tokens": LONGEST, "extra_eos_token_ids": None},
         "checkpoint": {"every": 60},
@@ -106,6 +117,8 @@ def test_ppo_finds_the_posterior(tmp_path: Path, family: str, seed: int, sharing
         "data": {"prompts_test": None},
     })  # fmt: skip
     trainer = make_trainer(make_config(settings(tmp_path, changes)), prompts=PROMPTS)
-    assert min(distances(trainer, model)) > 0.3
+    assert min(distances(trainer, model, uniform=uniform)) > 0.3
     steps_of(trainer)
-    assert max(distances(trainer, model)) < 0.03
+    assert max(distances(trainer, model, uniform=uniform)) < 0.03
+    if uniform:
+        assert min(distances(trainer, model)) > 0.3, "what the model knew is gone"

@@ -110,7 +110,7 @@ def _of_the_prior(config: RunConfig, because: Because) -> None:
         because("reference.residency = 'service' leaves no weights here", "reference", "log_step_0")
     if kind == "uniform":
         because("reference.prior = 'uniform' has no weights", "precision", "reference")
-        if not given.holds_step_0:
+        if not given.log_step_0:
             because("reference.prior = 'uniform' has no weights", "reference", "residency")
 
 
