@@ -13,7 +13,6 @@ from fourfold.config.loading import parse_config
 UNIFORM, MOVING = ["reference.prior=uniform"], ["reference.prior=moving"]
 SERVICE = ["reference.residency=service", "service.url=http://a:1"]
 REFUSED = [
-    (["reference.prior=sft"], "reference.prior: given 'sft' .*; allowed: 'step_0', 'uniform' or 'moving'"),
     ([*UNIFORM, "reference.model=a/b"], "reference.prior: given, but reference.model names the policy"),
     (["reference.prior=step_0", "reference.checkpoint=x"], "reference.prior: given, but reference.checkpoint names"),
     (["reference.checkpoint=x", "reference.model=a/b"], "reference.checkpoint: given 'x' beside reference.model"),
