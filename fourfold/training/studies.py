@@ -100,9 +100,13 @@ class Study:
     variants: Callable[[RunConfig, Path | None], list[Variant]]
 
 
-# What a variant of the prior must not take over from the settings.
+# What a variant of the prior must not take over from the settings. KL to different priors has different sizes: a
+# controller would give each its own coefficient, so there is none.
 _NO_PRIOR: Settings = dict.fromkeys(
-    f"reference.{name}" for name in ("prior", "decay", "copy_every", "checkpoint", "model", "log_step_0")
+    (
+        *(f"reference.{name}" for name in ("prior", "decay", "copy_every", "checkpoint", "model", "log_step_0")),
+        *(f"ppo.{name}" for name in ("kl_controller", "kl_target", "kl_horizon")),
+    )
 )
 
 
