@@ -93,6 +93,12 @@ class RunConfig(Section):
             "critic": warmup * updates + learning * (updates - turns["actor"]),
         }
 
+    def evaluated_after(self, step: int) -> bool:
+        """Whether an evaluation comes after a PPO step: every so many, and at the end."""
+        every = self.evaluation.every
+        given = self.data.prompts_test is not None
+        return given and (step == self.ppo.steps or (every > 0 and step % every == 0))
+
     @property
     def reference_differs(self) -> bool:
         """Whether a reference may say otherwise what the actor's numerics would say of its weights: a bias is measured.

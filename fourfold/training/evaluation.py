@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.statistics import distinct_n
-from fourfold.batch import ScoredRollout
-from fourfold.errors import RunFailed
+from fourfold.batch import Experience
+from fourfold.diagnostics.kept import response_tokens, value_fit
 from fourfold.memory.budget import BatchSize
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy
@@ -57,15 +57,8 @@ class Evaluation:
     responses: list[str]
 
 
-def valid_rows(valid: Tensor) -> Tensor:
-    """Row numbers of the held-out responses with a valid score (int64); RunFailed where there are none."""
-    if not bool(valid.any()):
-        raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
-    return valid.nonzero()[:, 0]
-
-
 def summarise(
-    scored: ScoredRollout,
+    scored: Experience,
     prompts: list[str],
     responses: list[str],
     judge: Judge | None,
@@ -78,19 +71,16 @@ def summarise(
     """
     mask = scored.response_mask
     tokens = int(mask.sum())
-    rows = [
-        [token for token, real in zip(ids, keep, strict=True) if real]
-        for ids, keep in zip(scored.sequences[:, scored.prompt_length :].tolist(), mask.tolist(), strict=True)
-    ]
     metrics = {
         "eval_score_mean": float(scored.scores.mean()),
         "eval_kl_per_sequence": float(torch.where(mask, scored.kl, 0.0).sum(dim=1).mean()),
         "eval_ref_log_prob_per_token": float(torch.where(mask, scored.ref_log_probs, 0.0).sum()) / tokens,
-        "eval_distinct_2": distinct_n(rows, 2),
+        "eval_distinct_2": distinct_n(response_tokens(scored), 2),
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
         **drift,
     }
+    metrics |= {f"eval_{name}": value for name, value in value_fit(scored).items()}
     if judge is not None:
         judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
         metrics["eval_judge_mean"] = sum(judged) / len(judged)

@@ -46,6 +46,7 @@ from fourfold.training.evaluation import HeldOutTexts
 from fourfold.training.folder import RunFolder
 from fourfold.training.gradients import TrunkGradients
 from fourfold.training.inputs import Inputs
+from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.prior import Prior
 from fourfold.training.rows import TIMED_PHASES
@@ -119,6 +120,7 @@ def build_trainer(
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
     ahead = _ahead(config, models, reward, sizes)
+    kept = KeptRollouts(folder, config)
     trainer = Trainer(
         config=config,
         models=models,
@@ -135,6 +137,7 @@ def build_trainer(
             if prompts_test
             else None
         ),
+        kept=kept,
         store=CheckpointStore(folder / "checkpoints", keep_last=config.checkpoint.keep_last),
         trackers=[],
         meter=meter,
@@ -144,6 +147,7 @@ def build_trainer(
         callbacks=callbacks,
     )
     resumed = trainer.resume()
+    kept.go_on_from(trainer.progress.step)
     trainer.trackers = make_trackers(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )

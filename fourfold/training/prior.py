@@ -54,10 +54,12 @@ class Prior:
         found = self._log_probs(rollout, activations)
         return {} if found is None else {"kl_step_0_per_sequence_mean": _kl(rollout, found)}
 
-    def evaluated(self, rollout: Rollout, activations: Activations) -> dict[str, float]:
-        """The same of held-out responses, how likely the actor at step 0 finds them, and how likely the actor as it is
-        finds held-out texts; those of the three that there are."""
+    def evaluated(self, rollout: Rollout, activations: Activations, valid: Tensor) -> dict[str, float]:
+        """The same of held-out responses with a `valid` score, how likely the actor at step 0 finds them, and how
+        likely the actor as it is finds held-out texts; those of the three that there are."""
         told = {} if self.texts is None else {"eval_text_nll_per_token": self.texts.nll(self.models.actor)}
+        rows = valid.nonzero()[:, 0]
+        rollout, activations = rollout.select(rows), activations.select(rows)
         found = self._log_probs(rollout, activations)
         if found is None:
             return told

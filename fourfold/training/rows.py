@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_estimate
-from fourfold.algorithms.statistics import explained_variance, moments, spearman
+from fourfold.algorithms.statistics import moments
 from fourfold.batch import Experience, ScoredRollout
+from fourfold.diagnostics.kept import value_fit
 from fourfold.memory.meter import WORKING, PhaseUsage
 from fourfold.training.state import Progress
 
@@ -100,10 +101,7 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
 
 def _values(experience: Experience) -> dict[str, float]:
     mask = experience.response_mask
-    row: dict[str, float] = {
-        "explained_variance": explained_variance(experience.values, experience.returns, mask),
-        "value_return_spearman": spearman(experience.values[mask], experience.returns[mask]),
-    }
+    row = value_fit(experience)
     for name, tensor in (
         ("value", experience.values),
         ("return", experience.returns),

@@ -25,8 +25,9 @@ from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
-from fourfold.training.evaluation import Evaluation, Judge, summarise, valid_rows
-from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
+from fourfold.training.evaluation import Evaluation, Judge, summarise
+from fourfold.training.experience import estimate_advantages, shape_scores
+from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.prior import Prior
 from fourfold.training.rows import counters, training_row
@@ -50,6 +51,7 @@ class Trainer:
     census: Census
     prompts: PromptStream
     evaluation_prompts: PromptBatch | None
+    kept: KeptRollouts
     store: CheckpointStore
     trackers: list[Tracker]
     meter: PhaseMeter
@@ -121,7 +123,7 @@ class Trainer:
             scored, valid = self._score(rollout, activations)
             self.progress.moments = self.progress.moments.update(scored.scores[valid])
             rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_failure)
-            shaping = Shaping(self.progress.kl_coef, self.progress.moments)
+            shaping = self.progress.shaping
             experience = estimate_advantages(scored.select(rows), settings, shaping)
             drift = self.prior.drift(rollout, activations)
         with self.census.phase(self.meter, "learn"):
@@ -136,6 +138,7 @@ class Trainer:
                 sizes=self.sizes,
             )
         self.prior.follow(step + 1)
+        self.kept.training(step + 1, experience)
         self.progress.count(scored, int(learned.metrics["actor_optimizer_steps"]), settings)
         return training_row(
             self.progress,
@@ -170,16 +173,13 @@ class Trainer:
         with self.meter.phase("evaluate"):
             rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
             scored, valid = self._score(rollout, activations)
-            rows = valid_rows(valid)
-            scored = scored.select(rows)
-            drift = self.prior.evaluated(scored, activations.select(rows))
-        return summarise(scored, *texts_of(scored, self.models.base.tokenizer), self.judge, drift)
+            drift = self.prior.evaluated(rollout, activations, valid)
+        held_out = self.kept.held_out(scored, valid, self.progress)
+        return summarise(held_out, *texts_of(held_out, self.models.base.tokenizer), self.judge, drift)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""
-        step, every = self.progress.step, self.config.evaluation.every
-        due = step == self.config.ppo.steps or (every > 0 and step % every == 0)
-        if not due or self.evaluation_prompts is None:
+        if not self.config.evaluated_after(self.progress.step) or self.evaluation_prompts is None:
             return False
         self.last_evaluation = self.evaluate()
         metrics = self.last_evaluation.metrics

@@ -270,4 +270,29 @@ EVALUATION = (
         "above 0.9 once trained",
         "as for eos_share",
     ),
+    Metric(
+        "eval_explained_variance",
+        "share",
+        "1 - var(returns - values) / var(returns) of responses that are never learned from, returns as in training",
+        "held-out response tokens",
+        "near explained_variance",
+        "far below it: the critic learns its rollouts by heart; fewer `ppo.num_epochs`, a larger rollout, "
+        "`critic.weight_decay`",
+    ),
+    Metric(
+        "eval_value_return_spearman",
+        "correlation",
+        "Spearman's rank correlation of values and returns of those responses",
+        "held-out response tokens",
+        "near value_return_spearman",
+        "as for eval_explained_variance",
+    ),
+    Metric(
+        "eval_value_bias",
+        "return",
+        "sum over tokens of values - returns of those responses",
+        "held-out response tokens",
+        "near value_bias",
+        "as for value_bias",
+    ),
 )
