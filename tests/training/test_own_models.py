@@ -48,7 +48,7 @@ def scored_by(folder: Path, family: str = "bert", **reward: Any) -> Tree:
 
 def referring_to(folder: Path, model: Path | str, **changes: Any) -> Tree:
     tree = settings(folder, by_function("pays_by_hash", steps=1))
-    return merged(merged(tree, {"reference": {"model": str(model)}}), changes)
+    return merged(merged(tree, {"reference": {"model": str(model), "log_step_0": False}}), changes)
 
 
 # --- the reward model -------------------------------------------------------------------------------------------------
