@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,40 +13,9 @@ from torch import Tensor
 from fourfold.algorithms.statistics import distinct_n
 from fourfold.batch import Experience
 from fourfold.diagnostics.kept import response_tokens, value_fit
-from fourfold.memory.budget import BatchSize
-from fourfold.models.loading import Base
-from fourfold.models.roles import Activations, Policy
-from fourfold.training.supervised import Texts, mean_nll
-from fourfold.training.texts import TextCache
+from fourfold.scoring.sources import texts_of
 
 Judge = Callable[[Sequence[str]], list[float]]
-
-
-@dataclass(frozen=True)
-class HeldOutTexts:
-    """Texts that the actor has not written: what it still knows of the language that sft has taught it."""
-
-    base: Base
-    texts: Texts
-    size: BatchSize
-
-    def nll(self, actor: Policy) -> float:
-        """Nats a token under the actor as it is now (teacher-forced)."""
-        return mean_nll(actor, _Inputs(self.base, actor), self.texts, self.size)
-
-
-class _Inputs:
-    """What an actor reads of texts; nothing of it is kept."""
-
-    def __init__(self, base: Base, actor: Policy) -> None:
-        self._ids = TextCache(replace(base, trunk=None))
-        # Over a trunk that is trained the actor takes ids through its own.
-        self._trunk = base.trunk if actor.trunk is None else None
-
-    def activations(self, texts: Texts) -> tuple[Activations, Tensor]:
-        """Of the frozen trunk where there is one, else the ids."""
-        found, ids = self._ids.activations(texts)
-        return found if self._trunk is None else Activations(self._trunk(ids, found.mask), found.mask), ids
 
 
 @dataclass(frozen=True)
@@ -57,18 +27,30 @@ class Evaluation:
     responses: list[str]
 
 
+def parts_row(parts: Tensor, names: Sequence[str], prefix: str = "") -> dict[str, float]:
+    """Mean and standard deviation of the raw scores (float32 [batch, dimensions]) of each part of a combined reward.
+
+    Nothing for a reward of one source, of which `score_mean` and `score_std` tell.
+    """
+    if tuple(names) == ("score",):
+        return {}
+    row = {f"{prefix}score_mean/{name}": float(parts[:, i].mean()) for i, name in enumerate(names)}
+    return row | {f"{prefix}score_std/{name}": float(parts[:, i].std(unbiased=False)) for i, name in enumerate(names)}
+
+
 def summarise(
     scored: Experience,
-    prompts: list[str],
-    responses: list[str],
+    tokenizer: Any,
     judge: Judge | None,
+    dimensions: Sequence[str] = ("score",),
     drift: Mapping[str, float] = MappingProxyType({}),
 ) -> Evaluation:
     """Metrics of an evaluation rollout, with those that tell how far the actor has gone from where it started; KL is
     the run's own estimator summed over each response.
 
-    The judge reads prompt and response as one text, as a reader would.
+    The judge reads prompt and response as one text, as a reader would; `dimensions` name the parts of the reward.
     """
+    prompts, responses = texts_of(scored, tokenizer)
     mask = scored.response_mask
     tokens = int(mask.sum())
     metrics = {
@@ -80,6 +62,7 @@ def summarise(
         "eval_eos_share": float((~scored.truncated).float().mean()),
         **drift,
     }
+    metrics |= parts_row(scored.score_parts, dimensions, "eval_")
     metrics |= {f"eval_{name}": value for name, value in value_fit(scored).items()}
     if judge is not None:
         judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])

@@ -18,7 +18,7 @@ from fourfold.memory.budget import BatchSize
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Activations
 from fourfold.scoring.opinions import Opinions, ask, of_reference
-from fourfold.training.evaluation import HeldOutTexts
+from fourfold.training.held_out_texts import HeldOutTexts
 
 
 @dataclass

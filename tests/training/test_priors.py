@@ -246,7 +246,7 @@ def library_nll(path: str, texts: list[str]) -> float:
 def test_the_loss_on_texts_over_a_trained_trunk_is_that_of_its_own_trunk(tmp_path: Path) -> None:
     """FAULTS: a role that stands on a trained trunk is not read above the frozen one."""
     from fourfold.memory.budget import BatchSize
-    from fourfold.training.evaluation import HeldOutTexts
+    from fourfold.training.held_out_texts import HeldOutTexts
 
     trainer = trainer_of(tmp_path, "trunk", {"trunk": {"train": True, "lr_scale": 5.0}})
     texts = HeldOutTexts(trainer.models.base, [[5, 6, 7, 8], [9, 10, 11]], BatchSize("evaluate", "actor", 1))
