@@ -72,7 +72,7 @@ class Prior:
         policy = self.models.step_0
         if policy is None:
             return None
-        found = Opinions.empty(rollout)
+        found = Opinions.empty(rollout, parts=0)  # no reward is asked
         ask(found, rollout, activations, policy, of_reference(policy, self.temperature, self.size), self.size)
         return found.ref_log_probs
 
