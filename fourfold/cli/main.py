@@ -26,6 +26,7 @@ COMMANDS = {
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
     "watch": "follow a run in the terminal: values, seconds by phase, what the doctor says",
     "report": "show a run as one page: curves, verdicts, samples, tokens, memory and time",
+    "study": "run variants of a configuration side by side: priors, sharing, the critic's start, update ratios",
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",

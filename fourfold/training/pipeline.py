@@ -95,6 +95,10 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
     if config.sft.checkpoint:
         allowed = "the folder sft/model of a run, a checkpoint of its stage sft, or a LoRA adapter of peft"
         _check_stored(config, "policy", "sft.checkpoint", Path(config.sft.checkpoint).expanduser(), allowed)
+    if config.reference.checkpoint:
+        allowed = "the folder sft/model or ppo/model of a run, or a checkpoint of a stage sft"
+        place = Path(config.reference.checkpoint).expanduser()
+        _check_stored(config, "policy", "reference.checkpoint", place, allowed)
     if reward.source == "checkpoint":
         allowed = "the folder reward/model of a run, or a checkpoint of its stage reward"
         _check_stored(config, "scorer", "reward.checkpoint", Path(reward.checkpoint).expanduser(), allowed)
@@ -179,7 +183,8 @@ def _stages(
         _stage(config, folder, meter, "reward", lambda: _reward(config, base, inputs, folder, say))
     if "ppo" in todo:
         stores = Stores(sft_model(config, folder), reward_model(config, folder))
-        inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test)
+        held_out = inputs.texts_test[: config.evaluation.max_texts]
+        inputs = Inputs(prompts=inputs.prompts, prompts_test=inputs.prompts_test, texts_test=held_out)
         _stage(config, folder, meter, "ppo", lambda: train_ppo(config, base, inputs, stores, folder, meter, say))
         note_memory(predicted, folder)
 

@@ -21,12 +21,13 @@ from fourfold.diagnostics.outside_trackers import Described
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
 from fourfold.diagnostics.trackers import make_trackers
-from fourfold.memory.budget import BatchSizes, tensor_bytes
+from fourfold.memory.budget import BatchSize, BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.external import External
 from fourfold.models.llama_actor import LlamaActor
 from fourfold.models.loading import Base
+from fourfold.models.priors import MovingReference
 from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
 from fourfold.models.roles import Scorer
@@ -47,9 +48,11 @@ from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.dimensions import Dimensions
 from fourfold.training.folder import RunFolder
 from fourfold.training.gradients import TrunkGradients
+from fourfold.training.held_out_texts import HeldOutTexts
 from fourfold.training.inputs import Inputs
 from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.learner import Learner, TrunkLearner
+from fourfold.training.prior import Prior
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.services import (
     reader_at_service,
@@ -118,6 +121,7 @@ def build_trainer(
     folder: Path,
     meter: PhaseMeter,
     callbacks: tuple[StepCallback, ...] = (),
+    texts_test: Texts = (),
 ) -> Trainer:
     """A trainer that has taken up the newest checkpoint in `folder`, if there is one."""
     ppo, sampling, evaluation = config.ppo, config.sampling, config.evaluation
@@ -165,6 +169,7 @@ def build_trainer(
         store=CheckpointStore(folder / "checkpoints", keep_last=config.checkpoint.keep_last),
         trackers=[],
         meter=meter,
+        prior=Prior(models, sampling.temperature, sizes.score, _held_out(config, models.base, texts_test, census)),
         judge=make_judge(evaluation.judge),
         ahead=ahead,
         callbacks=callbacks,
@@ -209,14 +214,31 @@ def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
     )
 
 
+def _held_out(config: RunConfig, base: Base, texts: Texts, census: Census) -> HeldOutTexts | None:
+    """Held-out texts whose likelihood evaluations tell; None where there are none, or the settings want none."""
+    if not texts:
+        return None
+    rows = config.ppo.micro_batch_size
+    return HeldOutTexts(base, texts, BatchSize("evaluate", "actor", rows, base.budget, describe=census.describe))
+
+
 def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
-    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
+    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`.
+
+    A reference that moves does so from where it lies.
+    """
     if reference_at_llama_cpp(config):
         models.reference = reference_at_llama_server(config, models.base, models.actor)
     elif config.reference.residency == "service":
         models.reference = reference_at_service(config, models.base, models.reference, models.actor)
     else:
         place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.step_0 is not None:
+        residency: Any = config.reference.residency  # never a service's
+        place(models.step_0, residency, models.own_parameters(models.step_0), folder)
+    if config.reference.kind == "moving":
+        share = models.base.shares_head
+        models.moving = MovingReference(config.reference, models.actor, models.reference, shares_head=share)
     if isinstance(models.reward, Scorer | External) and config.reward.residency != "service":
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
@@ -298,6 +320,7 @@ def train_ppo(
                 lambda step, _: timeline.spans("ppo", step, meter.take_spans()),
                 *callbacks,
             ),
+            inputs.texts_test,
         )
         progress.advance(trainer.progress.step)
         timeline.go_on_from(trainer.progress.step)

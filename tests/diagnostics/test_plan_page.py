@@ -49,6 +49,8 @@ AS_GIVEN = {
     "a trained trunk": asked('sharing.mode="trunk"', "trunk.train=true", 'precision.compute="float32"'),
     "adapters over a trunk": asked('sharing.mode="adapters"', "adapters.layers=4", 'ppo.kl_estimator="full"'),
     "another reward model": asked(reward_model="smollm2-360m"),
+    "a uniform prior": asked('reference.prior="uniform"', "reference.log_step_0=false"),
+    "a moving prior": asked(NONE, 'reference.prior="moving"', 'reference.residency="park"'),
     "a function": Asked("function.toml", hardware="a100-80"),
 }
 NAME = "<script>alert('x')</script> & \"co\""
@@ -91,7 +93,9 @@ def test_every_model_has_a_cell_in_every_phase(found: Answer, page: str) -> None
         learns = (role, phase) in worked and worked[role, phase].backward_passes > 0
         if role in roles:
             assert ("learns" in cell.attrib["class"]) == learns == (phase == "learn" and role in ("actor", "critic"))
-    assert cells["reference", "score"].attrib["class"].endswith("frozen")
+    works = ("reference", "score") in worked
+    assert cells["reference", "score"].attrib["class"].endswith("frozen" if works else "idle")
+    assert works or plan.scene.config.reference.kind == "uniform"
 
 
 def test_cells_say_what_is_held_meanwhile(found: Answer, page: str) -> None:

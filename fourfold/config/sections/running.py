@@ -71,6 +71,10 @@ class EvaluationSection(Section):
     )
     max_prompts: PositiveInt = Field(default=64, description="Held-out prompts used.")
     responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each of them.")
+    max_texts: Count = Field(
+        default=64,
+        description="Of data.texts_test, where it is given: texts whose loss under the actor is measured; 0: none.",
+    )
     judge: Literal["none", "vader"] = Field(
         default="none", description="A judge other than the reward model: 'vader', the lexicon's compound score."
     )
