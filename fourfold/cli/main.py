@@ -25,6 +25,7 @@ COMMANDS = {
     "reward": "the second stage alone: train the reward model on preference pairs",
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
     "sample": "write with the trained actor beside the reference",
+    "credit": "which tokens helped one part of the reward and hurt another, by a vector critic",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",
     "bench": "measure a run's steps against their limit, weights in fewer bits, or this machine",
