@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "show a run as one page: curves, verdicts, samples, tokens, memory and time",
     "study": "run variants of a configuration side by side: priors, sharing, the critic's start, update ratios",
     "sample": "write with the trained actor beside the reference",
+    "credit": "which tokens helped one part of the reward and hurt another, by a vector critic",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",
     "bench": "measure a run's steps against their limit, weights in fewer bits, or this machine",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from fourfold.memory.budget import BatchSize, BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.external import External
-from fourfold.models.llama_actor import LlamaActor
 from fourfold.models.loading import Base
 from fourfold.models.priors import MovingReference
 from fourfold.models.quantized import check_gradients
@@ -33,12 +32,7 @@ from fourfold.models.residency import place
 from fourfold.models.roles import Scorer
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
-from fourfold.rollout.decoder import SamplingSettings
-from fourfold.rollout.guarded import GuardedSampler
-from fourfold.rollout.llama_cpp import LlamaSampler
-from fourfold.rollout.local import LocalSampler
-from fourfold.rollout.prompts import PromptStream, evaluation_batch
-from fourfold.rollout.sampler import Sampler
+from fourfold.rollout.prompts import PromptStream
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.combined import Combined, Reward, RewardPart, told_by
 from fourfold.scoring.external import ExternalReward
@@ -54,6 +48,7 @@ from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.prior import Prior
 from fourfold.training.rows import TIMED_PHASES
+from fourfold.training.sampled import evaluation_prompts, sampler_of
 from fourfold.training.services import (
     reader_at_service,
     reference_at_llama_server,
@@ -124,17 +119,11 @@ def build_trainer(
     texts_test: Texts = (),
 ) -> Trainer:
     """A trainer that has taken up the newest checkpoint in `folder`, if there is one."""
-    ppo, sampling, evaluation = config.ppo, config.sampling, config.evaluation
-    settings = SamplingSettings(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        stop_strings=sampling.stop_strings,
-        weights=sampling.weights,
-    )
+    sampling = config.sampling
     _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
     in_backward = config.memory.optimizer_in_backward
-    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget, in_backward=in_backward)
+    sizes = BatchSizes.of(config.ppo, sampling.batch_size, models.base.budget, in_backward=in_backward)
     census = _census(config, models, learner)
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
@@ -144,33 +133,24 @@ def build_trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=_sampler(config, models, settings, sizes, ahead),
+        sampler=sampler_of(config, models, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
         prompts=PromptStream(
             prompts,
             seed=config.seed,
-            rows=ppo.rollout_batch_size,
+            rows=config.ppo.rollout_batch_size,
             responses_per_prompt=sampling.responses_per_prompt,
             told=told_by(reward),
         ),
-        evaluation_prompts=(
-            evaluation_batch(
-                prompts_test,
-                seed=config.seed,
-                responses_per_prompt=evaluation.responses_per_prompt,
-                told=told_by(reward),
-            )
-            if prompts_test
-            else None
-        ),
+        evaluation_prompts=evaluation_prompts(config, prompts_test, reward),
         kept=kept,
         store=CheckpointStore(folder / "checkpoints", keep_last=config.checkpoint.keep_last),
         trackers=[],
         meter=meter,
         prior=Prior(models, sampling.temperature, sizes.score, _held_out(config, models.base, texts_test, census)),
-        judge=make_judge(evaluation.judge),
+        judge=make_judge(config.evaluation.judge),
         ahead=ahead,
         callbacks=callbacks,
     )
@@ -183,20 +163,6 @@ def build_trainer(
         described=Described(config.tracking.project, folder.parent.resolve().name, config.model_dump(mode="json")),
     )
     return trainer
-
-
-def _sampler(
-    config: RunConfig, models: FourModels, settings: SamplingSettings, sizes: BatchSizes, ahead: Ahead | None
-) -> Sampler:
-    """The sampler of the settings; one with another distribution stands under guard."""
-    exact = LocalSampler(models.base, models.actor, replace(settings, weights="as_trained"), sizes, ahead)
-    if not config.sampling.differs:
-        return exact
-    if config.sampling.engine == "local":
-        quick: Sampler = LocalSampler(models.base, models.actor, settings, sizes, ahead)
-    else:
-        quick = LlamaSampler(models.base, LlamaActor(config, models.base, models.actor), settings, exact)
-    return GuardedSampler(quick, exact, config.sampling.max_gap)
 
 
 def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:

@@ -41,12 +41,12 @@ def test_the_weight_decides_between_many_letters_a_and_few_letters(tmp_path: Pat
     for name, weights in (("letters", (1.0, 0.02)), ("shortness", (0.02, 1.0))):
         parts = parts_of(a=weights[0], shortness=weights[1])
         changes = merged(ends, {"output": str(tmp_path / name)})
-        found[name] = run(tree_of(tmp_path, parts, changes, steps=20, rollout_batch_size=32))
+        found[name] = run(tree_of(tmp_path, parts, changes, steps=35, rollout_batch_size=32))
     before = found["letters"]["before"]
     many, few = found["letters"]["after"], found["shortness"]["after"]
     assert before["score_mean/a"] < 1 and before["mean_length"] > 2.5
     assert many["score_mean/a"] > 3 and many["mean_length"] > before["mean_length"]
-    assert few["score_mean/a"] < 0.5 and few["mean_length"] < 1.5
+    assert few["score_mean/a"] < 0.5 and few["mean_length"] < before["mean_length"] - 1
 
 
 @pytest.mark.slow

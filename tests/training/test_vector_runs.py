@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from fourfold.algorithms.balance import gradient_norm_weights, uncertainty_weights
 from fourfold.batch import Experience
+from fourfold.cli.main import main
+from fourfold.diagnostics.kept import training_files
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import Interrupted
 from fourfold.models.heads import MultiHead, VectorHead
@@ -196,3 +199,31 @@ def test_a_whole_run_writes_rows_that_the_table_knows(tmp_path: Path) -> None:
     run(settings(tmp_path, vector(ppo={"steps": 2})))
     rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
     assert len(rows) == 2 and "value_loss_share/penalties" in rows[0]
+
+
+def test_the_credit_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command reads what the run has kept, with its tokenizer; and says what it cannot do without."""
+    run(settings(tmp_path, vector(ppo={"steps": 2})))
+    folder = str(tmp_path / "run")
+    assert main(["credit", folder, "--top", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2, held out" in shown and all(name in shown for name in NAMES)
+    assert main(["credit", folder, "--json", "--training", "--step", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kept = training_files(tmp_path / "run").read(2)
+    assert found["tokens"] == int(kept.response_mask.sum()) and found["dimensions"] == list(NAMES)
+    assert all(row["helped"] != row["hurt"] for row in (*found["trade_offs"], *found["places"]))
+    for arguments, reason in (
+        (["--step", "1"], "--step 1: no rollout of this step is kept; allowed: 0, 2"),
+        (["--top", "0"], "--top 0"),
+    ):
+        assert main(["credit", folder, *arguments]) == 2
+        assert reason in capsys.readouterr().err
+    run(settings(tmp_path, merged(by_parts(steps=1), {"output": str(tmp_path / "scalar")})))
+    assert main(["credit", str(tmp_path / "scalar")]) == 2
+    assert "critic.heads = 'vector'" in capsys.readouterr().err
+    run(
+        settings(tmp_path, merged(vector(), {"output": str(tmp_path / "bare"), "evaluation": {"keep_rollouts": False}}))
+    )
+    assert main(["credit", str(tmp_path / "bare")]) == 2
+    assert "evaluation.keep_rollouts" in capsys.readouterr().err

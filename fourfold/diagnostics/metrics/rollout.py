@@ -161,6 +161,7 @@ ROLLOUT = (
         "below about 10, as a KL to the actor at step 0 should be",
         "grows while kl_per_sequence_mean stays small: the reference goes along; set `reference.prior` = 'step_0'",
         promised=False,
+        band=Band(high=10),
     ),
     Metric(
         "kl_coef",
@@ -279,6 +280,7 @@ EVALUATION = (
         "below about 10",
         "as for kl_step_0_per_sequence_mean",
         promised=False,
+        band=Band(high=10),
     ),
     Metric(
         "eval_step_0_log_prob_per_token",
