@@ -161,7 +161,7 @@ REFUSED = [
     (["checkpoint.best_metric=eval_kl_mean"], "checkpoint.best_metric: given, but without data.prompts_test"),
     (["checkpoint.best_mode=min"], "checkpoint.best_mode: given, but without data.prompts_test"),
     (["critic.head_width=8"], "critic.head_width: given, but critic.heads = 'scalar' has one value"),
-    (["critic.heads=vector", "critic.head_width=8"], "critic.head_width: given, but critic.heads = 'vector' has no lay"),
+    (["critic.heads=vector", "critic.head_width=8"], "critic.head_width: given, but critic.heads = 'vector' has no"),
     (["critic.loss_balance=uncertainty"], "critic.loss_balance: given, but critic.heads = 'scalar' has one value"),
     (["ppo.whiten_dimensions=true"], "ppo.whiten_dimensions: given, but critic.heads = 'scalar' has one value"),
     (

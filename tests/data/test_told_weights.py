@@ -10,11 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.batch import Rollout
+from fourfold.config.schema import RunConfig
 from fourfold.data.told_weights import PARTS_OF_ONE, ToldWeights
 from tiny import BOS, PAD, tiny_tokenizer
 
 EQUAL = {"safety": 1.0, "brevity": 1.0}
 THREE = {"safety": 2.0, "brevity": 1.0, "calm": 1.0}
+
+
+def settings_with(reward: dict[str, Any]) -> RunConfig:
+    tree = {"model": {"path": "m"}, "stages": ["ppo"], "critic": {"init": "actor"}, "data": {"prompts": {"path": "p"}}}
+    return RunConfig.model_validate({"output": "unused", "reward": reward, **tree})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "bos"])
@@ -33,7 +39,10 @@ def test_drawn_weights_are_tenths_that_add_up_to_one(seed: int, concentration: f
 @pytest.mark.parametrize("concentration", [0.3, 1.0, 10.0])
 def test_their_mean_is_that_of_the_settings_and_their_spread_that_of_dirichlet(concentration: float) -> None:
     """Variance m (1 - m) / (a + 1) with a the sum of the parameters, up to rounding to tenths."""
-    told = ToldWeights(None, THREE, concentration)
+    parts = {name: {"source": "function", "function": "a:b", "weight": weight} for name, weight in THREE.items()}
+    reward = {"source": "combined", "parts": parts, "weights": "sampled", "weights_concentration": concentration}
+    told = ToldWeights.of(settings_with(reward), None)
+    assert told is not None
     drawn = torch.tensor([told.draw(seed) for seed in range(4000)], dtype=torch.float64) / PARTS_OF_ONE
     for k, mean in enumerate((0.5, 0.25, 0.25)):
         assert drawn[:, k].mean().item() == pytest.approx(mean, abs=0.02)

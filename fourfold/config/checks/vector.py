@@ -31,7 +31,7 @@ def values(config: RunConfig) -> Iterator[str]:
 
 def sampled_weights(config: RunConfig) -> Iterator[str]:
     reward = config.reward
-    if reward.weights == "fixed":
+    if reward.weights == "fixed" or reward.source != "combined":
         return
     if len(reward.parts) < 2:
         yield (
