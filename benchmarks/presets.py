@@ -30,7 +30,8 @@ from benchmarks.results import (
     write_result,
 )
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
-from fourfold.diagnostics.run_files import TIMELINE, saved_config
+from fourfold.config.loading import saved_config
+from fourfold.diagnostics.run_files import TIMELINE
 from fourfold.diagnostics.trackers import read_jsonl
 
 Summary = dict[str, Any]

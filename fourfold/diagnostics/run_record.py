@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fourfold.config import RunConfig
+from fourfold.config.loading import saved_config
 from fourfold.diagnostics.metrics import METRICS, Band, table_name
 from fourfold.diagnostics.metrics.rollout import QUANTISED
-from fourfold.diagnostics.run_files import PLAN, SPENT, TIMELINE, saved_config
+from fourfold.diagnostics.run_files import PLAN, SPENT, TIMELINE
 from fourfold.diagnostics.run_state import RunState, read_state
 from fourfold.diagnostics.trackers import read_jsonl
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config import RunConfig, dump_toml, load_config
-from fourfold.diagnostics.run_files import CONFIG, SPENT, SUMMARY, saved_config
+from fourfold.config.loading import CONFIG
+from fourfold.diagnostics.run_files import SPENT, SUMMARY
 from fourfold.files import write_atomically
 from fourfold.memory.meter import PhaseUsage
 from fourfold.planner.advice import RESUMABLE
 
-__all__ = ["CONFIG", "SPENT", "SUMMARY", "RunFolder", "reward_model", "saved_config", "sft_model"]
+__all__ = ["SPENT", "SUMMARY", "RunFolder", "reward_model", "sft_model"]
 
 
 class RunFolder:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.config import RunConfig, check_paths
-from fourfold.config.loading import Contradiction, with_settings
+from fourfold.config.loading import CONFIG, Contradiction, with_settings
 from fourfold.config.paths import missing_packages
 from fourfold.diagnostics.machine import ensure_measured
 from fourfold.diagnostics.predicted import Prediction, measured_peaks, predicted_peaks
-from fourfold.diagnostics.run_files import CONFIG, PLAN, TIMELINE
+from fourfold.diagnostics.run_files import PLAN, TIMELINE
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.loading import device_of

@@ -248,6 +248,14 @@ def test_shapes_are_those_of_the_plan() -> None:
     sequences = next(tensor for tensor in BATCH if tensor.name == "sequences")
     assert sequences.numbers(plan.scene) == "[24, 150]" and sequences.bytes(plan.scene) == 24 * 150 * 8
     assert Tensor("x", "bool", (), "", "score").bytes(plan.scene) == 1
+    values = next(tensor for tensor in BATCH if tensor.name == "values")
+    assert values.shape == "[rollout, response]" and values.bytes(plan.scene) == 24 * 50 * 4
+    several = plan.scene.config.critic.model_copy(update={"heads": "vector"})
+    reward = plan.scene.config.reward.model_copy(update={"source": "combined", "parts": {"kind": 1, "brief": 2}})
+    config = plan.scene.config.model_copy(update={"critic": several, "reward": reward})
+    assert values.numbers(dataclasses.replace(plan.scene, config=config)) == "[24, 50, 3]", (
+        "two parts and the penalties"
+    )
     page = plan_page([plan])
     assert "rollout = 24, prompt = 100, response = 50" in page and "[rollout, prompt+response]" in page
 

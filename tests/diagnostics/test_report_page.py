@@ -208,6 +208,17 @@ def test_the_last_value_is_held_to_the_band(last: float, said: str) -> None:
     assert mark.text == said
 
 
+def test_held_out_values_look_alike_in_all_pictures(whole: Path) -> None:
+    pictures = drawings(re.sub(r'<svg class="spark".*?</svg>', "", page_of(whole)))
+    for picture in pictures.values():
+        for each in json.loads(picture.get("data-lines", "[]")):
+            style = {"held out": "line-1", "training": "line-0"}.get(each["name"])
+            if style:
+                [x, y] = each["points"][-1][1], each["points"][-1][3]
+                ends = [p.get("d", "").split()[-2:] for p in picture.iter() if p.get("class") == f"line {style}"]
+                assert [[f"L{x:g}", f"{y:g}"]] == ends, each["name"]
+
+
 def test_a_band_is_in_view_unless_the_curve_would_be_flat() -> None:
     near = axes_of([Line("a", points([0.0, 1.0]))], Band(high=2.0))
     assert near.high > 2.0

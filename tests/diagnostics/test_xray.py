@@ -92,7 +92,7 @@ def test_training_rollouts_can_be_looked_at(record: RunRecord) -> None:
 def test_parts_of_the_score_are_told(record: RunRecord, tmp_path: Path) -> None:
     batch = held_out_files(record.root).read(STEPS)
     both = torch.stack([batch.scores, -batch.scores], dim=1)
-    held_out_files(tmp_path).write(1, replace(batch, score_parts=both))
+    held_out_files(tmp_path).write(1, replace(batch, score_parts=both, score_weights=torch.ones_like(both)))
     reward = record.config.reward.model_copy(update={"source": "combined", "parts": {"kind": 1, "brief": 2}})
     config = record.config.model_copy(update={"reward": reward})
     [step] = make_xray(tmp_path, config, TOKENIZER, 2).steps
@@ -156,6 +156,7 @@ def test_one_scale_serves_actor_and_reference_and_all_steps(xray: Xray) -> None:
     scales = {each.measure.key: each for each in scales_of(xray)}
     assert list(scales) == ["kl", "log_probs", "values", "advantages", "rewards"]
     assert scales["log_probs"].index == 1, "the style shows the reference beside the actor at this one"
+    assert scales["values"].index == 2, "and values beside returns at this one"
     sizes = sorted(-v for step in xray.steps for each in step.samples for key in KEYS[1:3] for v in each.numbers[key])
     assert sizes[-1] >= scales["log_probs"].full >= sizes[len(sizes) // 2]
 
@@ -180,6 +181,19 @@ def test_hostile_tokens_are_text(xray: Xray) -> None:
 
 def test_line_ends_are_marked(xray: Xray) -> None:
     assert "\u21b5\n" in html(of([sample([TokenText("a\n")])], xray))
+
+
+def test_values_and_returns_are_drawn_along_the_response(xray: Xray) -> None:
+    made = sample([TokenText("a")] * 4)
+    made = replace(made, numbers={**made.numbers, "values": [0.0, 1.0, 2.0, 4.0], "returns": [4.0, 4.0, 4.0, 0.0]})
+    page = html(of([made], xray))
+    value, returned = (
+        [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)]
+        for path in re.findall(r'<path d="([^"]+)" class="line line-[01]"', page)
+    )
+    assert [value[0] - y for y in value] == pytest.approx([0, 13, 26, 52], abs=0.2)
+    assert returned[0] == value[3] and returned[3] == value[0]
+    assert "<svg" not in html(of([sample([TokenText("a")])], xray))
 
 
 def test_a_long_prompt_is_cut_and_can_be_unfolded(xray: Xray) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
@@ -64,7 +64,7 @@ GROUPS = (
         (
             _of("KL of a response", "kl_per_sequence_mean", "eval_kl_per_sequence"),
             _of("KL coefficient", "kl_coef"),
-            _of("Log-prob of its texts by the reference", "eval_ref_log_prob_per_token"),
+            _of("Log-prob by the reference", "eval_ref_log_prob_per_token"),
             _of("Different pairs of tokens", "eval_distinct_2"),
             _of("Length of a response", "response_length_mean", "eval_mean_length"),
             _of("Responses that come to an end", "eos_share", "eval_eos_share"),
@@ -90,13 +90,13 @@ GROUPS = (
         "How well values foretell returns, on what it learns from and on what it never learns from.",
         (
             _of("Explained variance", "explained_variance", "eval_explained_variance"),
-            _of("Rank correlation of values and returns", "value_return_spearman", "eval_value_return_spearman"),
+            _of("Rank correlation", "value_return_spearman", "eval_value_return_spearman"),
             _of("Bias of values", "value_bias", "eval_value_bias"),
             _of("Values and returns", "value_mean", "return_mean", labels=("value", "return")),
             _of("Loss of values", "value_loss_per_token"),
             _of("Clipped values", "value_clip_fraction"),
             _of("Gradient of the critic", "critic_grad_norm"),
-            _of("Actor's and critic's gradient in the trunk, cosine", "trunk_gradient_cosine"),
+            _of("Gradients in the trunk, cosine", "trunk_gradient_cosine"),
         ),
     ),
 )  # fmt: skip
@@ -108,7 +108,9 @@ def charts_of(record: RunRecord, group: Group) -> list[Element]:
     for chart in group.charts:
         for part in _parts(record, chart):
             found = [(kind, name.replace(NAME, f"/{part}"), label) for kind, name, label in chart.metrics]
-            lines = [Line(label, record.points(kind, name)) for kind, name, label in found]
+            lines = [
+                Line(label, record.points(kind, name), _style(found, n)) for n, (kind, name, label) in enumerate(found)
+            ]
             drawn = [each for each, line in zip(found, lines, strict=True) if line.points]
             if drawn:
                 kind, name, _ = drawn[0]
@@ -117,6 +119,13 @@ def charts_of(record: RunRecord, group: Group) -> list[Element]:
                 key = f"{group.key}-{len(made)}"
                 made.append(curve(Curve(key, title, metric.unit, lines, record.band(kind, name), [_explained(metric)])))
     return made
+
+
+def _style(metrics: Sequence[tuple[str, str, str]], index: int) -> int:
+    """Held-out values look alike in all pictures; a second line of training has a style of its own."""
+    if metrics[index][0] == HELD_OUT:
+        return 1
+    return 0 if index == 0 else 2
 
 
 def _parts(record: RunRecord, chart: Chart) -> list[str]:

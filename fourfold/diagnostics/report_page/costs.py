@@ -58,7 +58,7 @@ def _bar(name: str, title: str, parts: Mapping[str, float], said: Callable[[floa
 
 
 def _seconds_curve(record: RunRecord) -> Element:
-    lines = [Line(phase, record.points("ppo_step", f"{phase}_seconds")) for phase in ("generate", "score", "learn")]
+    lines = [Line(phase, record.points("ppo_step", f"{phase}_seconds"), n) for n, phase in enumerate(WORKING[:3])]
     return curve(Curve("seconds", "Seconds of a step by phase", "s", lines))
 
 
@@ -103,8 +103,8 @@ def memory_section(record: RunRecord, planned: Prediction) -> Iterator[Child]:
     if record.steps:
         mib = 2**20
         lines = [
-            Line(phase, [(step, peak / mib) for step, peak in record.points("ppo_step", f"{phase}_peak_bytes")])
-            for phase in ("generate", "score", "learn")
+            Line(phase, [(step, peak / mib) for step, peak in record.points("ppo_step", f"{phase}_peak_bytes")], n)
+            for n, phase in enumerate(WORKING[:3])
         ]
         picture = curve(Curve("peaks", "Peak memory by phase", "MiB", lines))
     yield h("div", picture, table_and_note, class_="beside")

@@ -23,10 +23,11 @@ LEAST_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its name, and its values by step."""
+    """One line: its name, its values by step, and the style in which it is drawn: 0, 1 or 2."""
 
     name: str
     points: Points
+    style: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def curve(made: Curve) -> Element:
     if made.band is not None:
         inside += _band(axes, made.band)
     inside += [*_value_axis(axes), *_step_axis(axes)]
-    for index, each in enumerate(lines):
-        inside += _line(axes, each, index)
+    for each in lines:
+        inside += _line(axes, each)
     picture = drawing(f"curve-{made.key}", WIDTH, HEIGHT, made.title, said, inside, class_="curve")
     picture.set("data-lines", json.dumps([_data(axes, each) for each in lines], separators=(",", ":")))
     picture.set("tabindex", "0")
@@ -113,8 +114,8 @@ def _head(made: Curve, lines: Sequence[Line]) -> Element:
 
 
 def _legend(made: Curve, lines: Sequence[Line]) -> Element | None:
-    entries = [h("li", h("i", class_=f"key line-{n}"), each.name) for n, each in enumerate(lines)]
-    if len(lines) == 1 and made.band is None:
+    entries = [h("li", h("i", class_=f"key line-{each.style}"), each.name) for each in lines]
+    if len(lines) == 1 and not lines[0].style and made.band is None:
         return None
     if made.band is not None:
         entries.append(h("li", h("i", class_="key band-key"), f"healthy: {band_words(made.band)}"))
@@ -167,20 +168,20 @@ def _data(axes: Axes, made: Line) -> dict[str, object]:
     return {"name": made.name, "points": rows}
 
 
-def _line(axes: Axes, made: Line, index: int) -> Iterator[Element]:
+def _line(axes: Axes, made: Line) -> Iterator[Element]:
     places = [(round(axes.x(step), 1), round(axes.y(value), 1)) for step, value in thinned(made.points)]
     path = " ".join(f"{'M' if n == 0 else 'L'}{number(x)} {number(y)}" for n, (x, y) in enumerate(places))
-    yield h("path", d=path, class_=f"line line-{index}")
+    yield h("path", d=path, class_=f"line line-{made.style}")
     if len(places) <= FEW_POINTS:
         for x, y in places:
-            yield _marker(x, y, index)
+            yield _marker(x, y, made.style)
 
 
-def _marker(x: float, y: float, index: int) -> Element:
+def _marker(x: float, y: float, style: int) -> Element:
     """A shape of its own for each line, for those who do not tell colours apart."""
-    if index == 0:
+    if style == 0:
         return h("circle", cx=x, cy=y, r=2.5, class_="dot line-0")
-    if index == 1:
+    if style == 1:
         return rect(x - 2.75, y - 2.75, 5.5, 5.5, "dot line-1")
     corners = ((x, y - 3.6), (x + 3.4, y + 2.6), (x - 3.4, y + 2.6))
-    return h("polygon", points=" ".join(f"{number(a)},{number(b)}" for a, b in corners), class_=f"dot line-{index}")
+    return h("polygon", points=" ".join(f"{number(a)},{number(b)}" for a, b in corners), class_=f"dot line-{style}")

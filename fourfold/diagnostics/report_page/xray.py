@@ -14,7 +14,8 @@ from xml.etree.ElementTree import Element
 
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.document import switch
-from fourfold.diagnostics.pages.elements import Child, h
+from fourfold.diagnostics.pages.elements import Child, h, number
+from fourfold.diagnostics.pages.svg import strip
 from fourfold.diagnostics.pages.tables import Row, table
 from fourfold.diagnostics.token_texts import TokenText
 from fourfold.diagnostics.xray import Measure, Sample, Xray, XrayStep
@@ -114,10 +115,32 @@ def _sample(sample: Sample, measures: Sequence[Measure], scales: Sequence[Scale]
         h("div", h("h3", sample.why), h("p", _about(sample), class_="muted"), class_="sample-head"),
         h("details", h("summary", "The whole prompt"), h("p", sample.prompt, class_="ask")) if cut else None,
         h("div", actor, reference, class_="panes"),
+        _way(sample, key) if len(sample.tokens) > 1 else None,
         h("p", f"{sample.left_out:,} more tokens are not shown.", class_="muted") if sample.left_out else None,
         h("details", h("summary", "All numbers"), _table(sample, measures, key)),
         data_row=sample.row, data_numbers=f"numbers-{key}",
     )  # fmt: skip
+
+
+def _way(sample: Sample, key: str) -> Element:
+    """Value and return along the response, under its tokens: shown with the colours of values."""
+    both = {"value": sample.numbers["values"], "return": sample.numbers["returns"]}
+    low, high = (pick(v for values in both.values() for v in values) for pick in (min, max))
+    paths = []
+    for n, values in enumerate(both.values()):
+        places = [
+            (1000 * t / (len(values) - 1), 56 - 52 * (v - low) / ((high - low) or 1)) for t, v in enumerate(values)
+        ]
+        path = " ".join(
+            f"{'L' if t else 'M'}{number(round(x, 1))} {number(round(y, 1))}" for t, (x, y) in enumerate(places)
+        )
+        paths.append(h("path", d=path, class_=f"line line-{n}"))
+    title = f"Value and return from the first token to the last, {short(low)} to {short(high)}"
+    entries = [h("li", h("i", class_=f"key line-{n}"), name) for n, name in enumerate(both)]
+    range_ = h("li", f"{short(low)} to {short(high)}, first token to last")
+    return h(
+        "div", strip(f"way-{key}", title, *paths, height=60), h("ul", entries, range_, class_="legend"), class_="way"
+    )
 
 
 def _about(sample: Sample) -> str:
