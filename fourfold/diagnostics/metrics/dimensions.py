@@ -55,6 +55,7 @@ DIMENSIONS = (
         "below 0.3",
         "larger: its returns are wide against its clip range; give it one in `critic.value_clip_eps`",
         promised=False,
+        band=Band(high=0.3),
     ),
     Metric(
         "value_loss_weight/NAME",
