@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fourfold.errors import Interrupted, RunFailed
+from fourfold.models.priors import MovingReference
+from fourfold.models.residency import place
 from fourfold.models.storage import own_tensors
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.trainer import Trainer
@@ -106,6 +108,22 @@ def test_where_it_lies_makes_no_difference(tmp_path: Path, residency: str, rule:
     weights = [own(trainer, "reference") for trainer in runs]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     assert moved[-1]["reference_moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_on_the_host_below_a_gpu_it_moves_there(tmp_path: Path, sharing: str) -> None:
+    """Placed as it would be on a GPU's host: the copies that it has there move, and nothing that others hold."""
+    kept, placed = (trainer_of(tmp_path / where, sharing, EMA) for where in ("kept", "placed"))
+    models = placed.models
+    place(models.reference, "cpu", models.own_parameters(models.reference), tmp_path)
+    shares = models.base.shares_head
+    models.moving = MovingReference(placed.config.reference, models.actor, models.reference, shares_head=shares)
+    for trainer in (kept, placed):
+        trainer.step()
+        trainer.save(is_best=False)
+    found, expected = own(placed, "reference"), own(kept, "reference")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert any(not torch.equal(tensor, own(placed, "actor")[name]) for name, tensor in found.items())
 
 
 def test_in_half_precision_it_does_not_stand_still(tmp_path: Path) -> None:
