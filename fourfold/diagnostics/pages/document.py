@@ -60,4 +60,5 @@ def switch(name: str, about: str, choices: Mapping[str, str]) -> Element:
     for index, (choice, said) in enumerate(choices.items()):
         made.append(h("input", type="radio", name=name, id=choice, checked=None if index else ""))
         made.append(h("label", said, for_=choice))
-    return h("div", made, class_="switch", role="radiogroup", aria_label=about)
+    # More than that wrap on a phone, where a row of them would be torn.
+    return h("div", made, class_="switch loose" if len(choices) > 5 else "switch", role="radiogroup", aria_label=about)
