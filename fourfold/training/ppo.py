@@ -36,7 +36,7 @@ from fourfold.rollout.guarded import GuardedSampler
 from fourfold.rollout.llama_cpp import LlamaSampler
 from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
-from fourfold.rollout.sampler import Sampler
+from fourfold.rollout.sampler import PromptBatch, Sampler
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.combined import Combined, Reward, RewardPart, told_by
 from fourfold.scoring.external import ExternalReward
@@ -119,7 +119,7 @@ def build_trainer(
     callbacks: tuple[StepCallback, ...] = (),
 ) -> Trainer:
     """A trainer that has taken up the newest checkpoint in `folder`, if there is one."""
-    ppo, sampling, evaluation = config.ppo, config.sampling, config.evaluation
+    ppo, sampling = config.ppo, config.sampling
     settings = SamplingSettings(
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
@@ -143,28 +143,13 @@ def build_trainer(
         learner=learner,
         sizes=sizes,
         census=census,
-        prompts=PromptStream(
-            prompts,
-            seed=config.seed,
-            rows=ppo.rollout_batch_size,
-            responses_per_prompt=sampling.responses_per_prompt,
-            told=told_by(reward),
-        ),
-        evaluation_prompts=(
-            evaluation_batch(
-                prompts_test,
-                seed=config.seed,
-                responses_per_prompt=evaluation.responses_per_prompt,
-                told=told_by(reward),
-            )
-            if prompts_test
-            else None
-        ),
+        prompts=_prompts(config, prompts, reward),
+        evaluation_prompts=_held_out(config, prompts_test, reward) if prompts_test else None,
         kept=kept,
         store=CheckpointStore(folder / "checkpoints", keep_last=config.checkpoint.keep_last),
         trackers=[],
         meter=meter,
-        judge=make_judge(evaluation.judge),
+        judge=make_judge(config.evaluation.judge),
         ahead=ahead,
         callbacks=callbacks,
     )
@@ -174,6 +159,17 @@ def build_trainer(
         config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
     )
     return trainer
+
+
+def _prompts(config: RunConfig, prompts: Texts, reward: Reward) -> PromptStream:
+    each = config.sampling.responses_per_prompt
+    rows = config.ppo.rollout_batch_size
+    return PromptStream(prompts, seed=config.seed, rows=rows, responses_per_prompt=each, told=told_by(reward))
+
+
+def _held_out(config: RunConfig, prompts: Texts, reward: Reward) -> PromptBatch:
+    each = config.evaluation.responses_per_prompt
+    return evaluation_batch(prompts, seed=config.seed, responses_per_prompt=each, told=told_by(reward))
 
 
 def _sampler(
