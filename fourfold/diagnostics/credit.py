@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.algorithms.statistics import correlations, opposed_shares
 from fourfold.batch import Experience
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[list[int]], str]
 
 # Tokens shown before and after one that is shown in its place.
 AROUND = 6

@@ -57,6 +57,7 @@ def test_a_new_multi_head_says_what_a_linear_one_says_and_the_same_in_every_run(
 def test_the_layer_of_a_dimension_is_its_own() -> None:
     """Other units change that dimension alone; and what they add is the sum by hand."""
     head, hidden = random_vector(8, 3, width=4), torch.randn(5, 8)
+    assert isinstance(head, MultiHead)
     before = head(hidden)
     by_hand = head.linear(hidden)[:, 1] + sum(
         head.outer[1, j] * torch.nn.functional.gelu(hidden @ head.inner[4 + j]) for j in range(4)

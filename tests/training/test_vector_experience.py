@@ -115,7 +115,6 @@ def test_whitened_dimensions_do_not_depend_on_the_units_of_a_part() -> None:
     )
     shaping = Shaping(0.0, RunningMoments(), (RunningMoments(),) * PARTS)
     for whiten in (True, False):
-        found = [
-            estimate_advantages(each, ppo(whiten_dimensions=whiten), shaping).advantages for each in (batch, other)
-        ]
-        assert torch.allclose(*found, atol=1e-3) == whiten
+        given = ppo(whiten_dimensions=whiten)
+        one, two = (estimate_advantages(each, given, shaping).advantages for each in (batch, other))
+        assert torch.allclose(one, two, atol=1e-3) == whiten
