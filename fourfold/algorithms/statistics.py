@@ -34,8 +34,8 @@ def spearman(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
 def correlations(x: Float[Tensor, "n dimensions"]) -> Float64[Tensor, "dimensions dimensions"]:
     """Pearson's correlation of every two columns; 0 with a constant one, and 1 of each with itself.
 
-    >>> correlations(torch.tensor([[1.0, -2.0, 5.0], [2.0, -4.0, 5.0]]))[0]
-    tensor([ 1., -1.,  0.], dtype=torch.float64)
+    >>> correlations(torch.tensor([[1.0, -2.0, 5.0], [2.0, -4.0, 5.0]]))[0].round(decimals=6).tolist()
+    [1.0, -1.0, 0.0]
     """
     centred = x.double() - x.double().mean(dim=0)
     norms = centred.square().sum(dim=0).sqrt()

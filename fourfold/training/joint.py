@@ -70,7 +70,7 @@ def _joint_pass(
 ) -> float:
     """The gradients of one micro-batch; returns the sum over its tokens of KL(old, new)."""
     actor, critic, settings = learner.actor, learner.critic, lesson.settings
-    shared = above(trunk.part, inputs.states())
+    shared = above(trunk.part, inputs.states(), part.prompt_length - 1)
     read_by_actor, read_by_critic = (shared.inputs.detach().requires_grad_() for _ in range(2))
     features = actor.hidden_at(Activations(read_by_actor, shared.mask), part)
     value_features = critic.hidden_at(Activations(read_by_critic, shared.mask), part)
