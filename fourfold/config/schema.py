@@ -24,13 +24,14 @@ from fourfold.config.sections.models import (
     SystemSection,
     TrunkSection,
 )
-from fourfold.config.sections.parts import PartSection
+from fourfold.config.sections.parts import ClassifierSection, PartSection, RuleSection
 from fourfold.config.sections.running import CheckpointSection, EvaluationSection, SamplingSection, TrackingSection
 from fourfold.config.sections.training import CriticSection, OptimizerSection, PpoSection, RewardSection, SftSection
 
 __all__ = [
     "AdaptersSection",
     "CheckpointSection",
+    "ClassifierSection",
     "CriticSection",
     "DataSection",
     "DatasetSection",
@@ -43,6 +44,7 @@ __all__ = [
     "PrecisionSection",
     "ReferenceSection",
     "RewardSection",
+    "RuleSection",
     "RunConfig",
     "SamplingSection",
     "Section",
@@ -117,6 +119,13 @@ class RunConfig(Section):
         if given == "auto":
             return "token" if self.sampling.differs else "none"
         return given
+
+    def with_reward(self, key: str) -> RunConfig:
+        """The same settings with the text classifier that table `key` describes as the only reward model."""
+        given = self.reward.classifiers[key]
+        own = {name: getattr(given, name) for name in ClassifierSection.model_fields}
+        reward = self.reward.model_copy(update={**own, "source": "model"})
+        return self.model_copy(update={"reward": reward})
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:

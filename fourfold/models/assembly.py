@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -56,6 +56,8 @@ class FourModels:
     reward: Scorer | External | Absent | None
     room: Room  # in which they were loaded, and their optimizers will be
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
+    # Of a combined reward, by the key of their table: text classifiers of other families.
+    classifiers: dict[str, External] = field(default_factory=dict)
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
@@ -71,12 +73,13 @@ class FourModels:
     def own_parameters(self, role: nn.Module) -> list[nn.Parameter]:
         """What no other role and no trunk holds."""
         holders = (self.base.trunk, self.base.policy, self.actor, self.critic, self.reference, self.reward)
+        holders = (*holders, *self.classifiers.values())
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
         return [p for p in role.parameters() if id(p) not in others]
 
     def frozen_checksums(self) -> dict[str, str]:
         """Checksums of everything that must not change: trunk, reference, reward; not of roles held elsewhere."""
-        parts = {"trunk": self.base.trunk, "reference": self.reference, "reward": self.reward}
+        parts = {"trunk": self.base.trunk, "reference": self.reference, "reward": self.reward, **self.classifiers}
         held = {name: part for name, part in parts.items() if part is not None and not is_elsewhere(part)}
         return {name: checksum([part]) for name, part in held.items()}
 
@@ -101,6 +104,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     # First, so that what an export takes for a moment lies beside the base only.
     own, away = room.planned.weights["critic"], roles_at_a_service(config)
     external = _external(config, room) if config.reward.source == "model" and "reward" not in away else None
+    classifiers = _classifiers(config, room)
     only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
     if config.critic.init == "base" or (reward is not None and not only_asked):
@@ -128,7 +132,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer if external is None else external, room, trunk)
+    reward = scorer if external is None else external
+    return FourModels(base, actor, critic, reference, reward, room, trunk, classifiers)
 
 
 def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:
@@ -164,6 +169,17 @@ def _external(config: RunConfig, room: Room) -> External:
     """A reward model of another family, run by the engine of the settings."""
     with room.role("reward", weight_bytes(config.reward.model)):
         return external_reward(config, room.budget)
+
+
+def _classifiers(config: RunConfig, room: Room) -> dict[str, External]:
+    """Those of a combined reward, each loaded as if it were the run's only reward model."""
+    found: dict[str, External] = {}
+    for key in config.reward.classifiers if config.reward.source == "combined" else ():
+        try:
+            found[key] = _external(config.with_reward(key), room)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    return found
 
 
 def external_reward(config: RunConfig, budget: Budget) -> External:

@@ -106,7 +106,7 @@ class _Maker:
         yield from self._from_ids("critic", "score", self._whole, "scalar")
         if self._config.reward.of_the_base:
             yield from self._from_ids("reward", "score", self._whole, "scalar")
-        elif other := self._scene.models.get("reward"):
+        for other in self._scene.classifiers.values():
             yield self._of_another("reward", other, self._whole, "scalar")
 
     def learn(self) -> Iterator[Pass]:

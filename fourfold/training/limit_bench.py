@@ -121,11 +121,11 @@ def _prepared(config: RunConfig, steps: int, folder: Path, say: Say) -> tuple[Ba
         "data": config.data.model_copy(update={"prompts_test": None}),
         "tracking": config.tracking.model_copy(update={"trackers": ()}),
     }
-    reward = Path(config.reward.checkpoint).expanduser() if config.reward.source == "checkpoint" else None
-    random_head = config.reward.source == "train" and trained.finished("reward") is None
-    if config.reward.source == "train":
+    reward = Path(config.reward.stored).expanduser() if config.reward.stored else None
+    random_head = config.reward.trains and trained.finished("reward") is None
+    if config.reward.trains:
         reward = folder / "reward" if random_head else trained.model("reward")
-        changes["reward"] = config.reward.model_copy(update={"source": "checkpoint", "checkpoint": str(reward)})
+        changes["reward"] = config.reward.with_stored(str(reward))
     if random_head:
         (folder / "reward").mkdir()
     config = prepare(config.model_copy(update=changes))
@@ -155,7 +155,7 @@ def _scene(config: RunConfig, base: Architecture, device: torch.device, lengths:
     assert device.type in ("cuda", "cpu"), device
     flops = dict.fromkeys({config.precision.compute, *multiplied(device)}, 1.0)
     cluster = Cluster(Node(Device("this machine", "cuda" if device.type == "cuda" else "cpu", 0, 1.0, flops)))
-    others = config.reference.model or config.reward.source == "model"
+    others = config.reference.model or config.reward.classifiers
     models = (architectures_of(config)[0] if others else {}) | {"base": base}
     return Scene(config, models, cluster, lengths)
 

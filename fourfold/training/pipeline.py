@@ -93,9 +93,9 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
     if config.sft.checkpoint:
         allowed = "the folder sft/model of a run, a checkpoint of its stage sft, or a LoRA adapter of peft"
         _check_stored(config, "policy", "sft.checkpoint", Path(config.sft.checkpoint).expanduser(), allowed)
-    if reward.source == "checkpoint":
+    if reward.stored:
         allowed = "the folder reward/model of a run, or a checkpoint of its stage reward"
-        _check_stored(config, "scorer", "reward.checkpoint", Path(reward.checkpoint).expanduser(), allowed)
+        _check_stored(config, "scorer", reward.stored_key, Path(reward.stored).expanduser(), allowed)
     elif "ppo" in config.stages and folder.finished("ppo") is None and "reward" not in config.stages:
         reward_model(config, folder)
     if _reward_lacks_sft(config, folder) and is_given(config, "reward.init"):
@@ -115,7 +115,7 @@ def _check_stored(config: RunConfig, kind: str, key: str, folder: Path, allowed:
 
 def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
     """Whether a reward model that is to start from the sft model finds none."""
-    trains = "reward" in config.stages and config.reward.source == "train" and folder.finished("reward") is None
+    trains = "reward" in config.stages and config.reward.trains and folder.finished("reward") is None
     has_sft = "sft" in config.stages or sft_model(config, folder) is not None
     return trains and config.reward.init == "sft" and not has_sft
 
@@ -188,7 +188,7 @@ def planned_ppo(config: RunConfig, prompts: int) -> str:
 
 
 def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder, say: Say) -> dict[str, Any]:
-    if config.reward.source != "train":
+    if not config.reward.trains:
         return {"source": config.reward.source}
     return train_reward(
         config,

@@ -8,7 +8,7 @@ from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.own_models import reference_engine, reward_model
-from fourfold.config.checks.parts import reward_parts
+from fourfold.config.checks.parts import TASK, reward_parts
 from fourfold.config.checks.precision import precision
 from fourfold.config.checks.sampling import sampling
 from fourfold.config.checks.service import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DATASETS",
     "STAGE_ORDER",
+    "TASK",
     "ignored_keys",
     "is_given",
     "problems",

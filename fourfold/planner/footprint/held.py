@@ -35,14 +35,8 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield Item("trunk", "masters", 4 * numbers, ALWAYS, why=f"trained copy: {numbers:,} parameters x 4 bytes")
     for role in (cast.actor, cast.critic):
         yield from _trained_weights(scene, role)
-    for role in (cast.reference, cast.reward):
-        if role is not None:
-            yield from _frozen_weights(scene, cast, role)
-
-
-def of_the_base(scene: Scene, role: Role) -> bool:
-    """Whether a role is made of the run's own model."""
-    return role.name not in scene.models
+    for role in (cast.reference, *cast.rewards):
+        yield from _frozen_weights(scene, cast, role)
 
 
 def _of_part(form: Form) -> str:

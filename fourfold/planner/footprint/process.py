@@ -39,7 +39,7 @@ def loading(scene: Scene, cast: Cast) -> Iterator[Item]:
 
 def saving(scene: Scene, cast: Cast) -> Iterator[Item]:
     """Weights that lie below the device are read for their checksum, one tensor at a time."""
-    largest = max((_largest_tensor(scene, role) for role in (cast.reference, cast.reward) if role), default=0)
+    largest = max((_largest_tensor(scene, role) for role in (cast.reference, *cast.rewards)), default=0)
     why = "the largest parked tensor, read for the checksum"
     yield Item("run", "buffers", largest, frozenset({Moment("save")}), why=why)
 

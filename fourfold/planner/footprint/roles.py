@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.planner.architectures import Architecture
@@ -23,6 +24,7 @@ class Role:
     head: HeadForm | None = None
     own_head: bool = False
     tied: bool = False  # the head is the part's own table
+    of_the_base: bool = True  # made of the run's own model
 
     @property
     def scalar(self) -> bool:
@@ -118,12 +120,12 @@ class Cast:
     actor: Role
     critic: Role
     reference: Role
-    reward: Role | None
+    rewards: tuple[Role, ...]
     shared_head: HeadForm | None
 
     def roles(self) -> tuple[Role, ...]:
         """Those that there are."""
-        return tuple(role for role in (self.actor, self.critic, self.reference, self.reward) if role is not None)
+        return (self.actor, self.critic, self.reference, *self.rewards)
 
 
 def cast_of(scene: Scene) -> Cast:
@@ -153,7 +155,7 @@ def cast_of(scene: Scene) -> Cast:
         actor=actor,
         critic=critic,
         reference=_reference(scene, own, head, tied=tied),
-        reward=_reward(scene, own),
+        rewards=tuple(_rewards(scene, own)),
         shared_head=head if shared and not a.tied_embeddings else None,
     )
 
@@ -281,7 +283,7 @@ def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
             compute=compute,
             trained=False,
         )
-        return Role("reference", form, head, own_head=True, tied=a.tied_embeddings)
+        return Role("reference", form, head, own_head=True, tied=a.tied_embeddings, of_the_base=False)
     exact = "sft" not in config.stages and not config.sft.checkpoint and scene.stored_in("base") == "bfloat16"
     form = _frozen(own, scene, held, exact=exact)
     width = (form.table if tied else compute) if head.trained else head.width
@@ -291,20 +293,20 @@ def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
     return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied)
 
 
-def _reward(scene: Scene, own: Form) -> Role | None:
-    """A reward model of the base, or a classifier whose architecture is known."""
-    settings = scene.config.reward
+def _rewards(scene: Scene, own: Form) -> Iterator[Role]:
+    """A reward model of the base, and classifiers whose architecture is known and that torch runs."""
+    settings, held = scene.config.reward, scene.config.precision.reward
     if settings.of_the_base:
-        return Role("reward", _frozen(own, scene, scene.config.precision.reward, exact=False))
-    if settings.source != "model" or settings.engine != "torch" or "reward" not in scene.models:
-        return None
-    held = scene.config.precision.reward
-    a, width = scene.models["reward"], _held(scene, held)
-    form = Form(
-        architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
-        table=width, cuda=not scene.on_cpu and settings.device != "cpu", quantized=held if held in QUANTIZED else "",
-    )  # fmt: skip
-    return Role("reward", form)
+        yield Role("reward", _frozen(own, scene, held, exact=False))
+    width, quantized = _held(scene, held), held if held in QUANTIZED else ""
+    for key, a in scene.classifiers.items():
+        given = settings.classifiers[key]
+        form = Form(
+            architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
+            table=width, cuda=not scene.on_cpu and given.device != "cpu", quantized=quantized,
+        )  # fmt: skip
+        if given.engine == "torch":
+            yield Role("reward", form, of_the_base=False)
 
 
 def _frozen(own: Form, scene: Scene, held: str, *, exact: bool) -> Form:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fourfold.planner.bill import KINDS, Item, Kind, Moment, Tier
 from fourfold.planner.footprint.depth import BELOW, Line, Stages
-from fourfold.planner.footprint.held import of_the_base, trained, trunk_cache
+from fourfold.planner.footprint.held import trained, trunk_cache
 from fourfold.planner.footprint.passes import Below, Lesson, Texts, compared, joint, learned, sampled, scored
 from fourfold.planner.footprint.roles import Cast, Role
 from fourfold.planner.scene import WIDTHS, Scene
@@ -107,10 +107,10 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
     yield from _fullest(scene, "actor", moment, "the actor", both)
     if scene.config.sampling.overlap_scoring:
         rows = texts_of(scene, min(texts.rows, micro.rows))
-        for role in _scorers(cast):
-            if on_device(scene, role):
-                beside = scored(role, rows, below_of(cast, role))
-                yield from _fullest(scene, role.name, moment, f"{rows.rows} rows beside sampling", beside)
+        for roles in _scorers(cast):
+            if on_device(scene, roles[0]):
+                beside = _one_after_the_other(cast, roles, rows)
+                yield from _fullest(scene, roles[0].name, moment, f"{rows.rows} rows beside sampling", beside)
 
 
 def _with_cache(kinds: dict[Kind, Line], size: int) -> dict[Kind, Line]:
@@ -118,8 +118,20 @@ def _with_cache(kinds: dict[Kind, Line], size: int) -> dict[Kind, Line]:
     return {**kinds, "trunk cache": line._replace(bytes=line.bytes + size)}
 
 
-def _scorers(cast: Cast) -> tuple[Role, ...]:
-    return tuple(role for role in (cast.reference, cast.reward) if role is not None)
+def _scorers(cast: Cast) -> list[tuple[Role, ...]]:
+    """The reference, and all reward models."""
+    return [roles for roles in ((cast.reference,), cast.rewards) if roles]
+
+
+def _one_after_the_other(cast: Cast, roles: tuple[Role, ...], texts: Texts) -> Stages:
+    """The stages of passes of several models of which one works at a time."""
+    if len(roles) == 1:
+        return scored(roles[0], texts, below_of(cast, roles[0]) if roles[0].of_the_base else Below())
+    found: Stages = {}
+    for number, role in enumerate(roles, start=1):
+        stages = scored(role, texts, below_of(cast, role) if role.of_the_base else Below())
+        found |= {f"model {number} {SAID.get(stage, stage)}": kinds for stage, kinds in stages.items()}
+    return found
 
 
 def on_device(scene: Scene, role: Role) -> bool:
@@ -133,14 +145,14 @@ def on_device(scene: Scene, role: Role) -> bool:
 def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
     micro = _micro(scene)
     ahead = scene.config.sampling.overlap_scoring
-    for role in (cast.critic, *(() if ahead else _scorers(cast))):
+    for roles in ((cast.critic,), *(() if ahead else _scorers(cast))):
+        role = roles[0]
         if role is cast.critic or getattr(scene.config, role.name).residency != "service":
-            below = below_of(cast, role) if of_the_base(scene, role) else Below()
             tier: Tier = "device" if on_device(scene, role) else "host"
             what, moment = f"{micro.rows} rows", Moment("score", role.name)
-            yield from _fullest(scene, role.name, moment, what, scored(role, micro, below), tier=tier)
+            yield from _fullest(scene, role.name, moment, what, _one_after_the_other(cast, roles, micro), tier=tier)
     if scene.config.ppo.kl_estimator == "full" and on_device(scene, cast.reference):
-        own = below_of(cast, cast.reference) if of_the_base(scene, cast.reference) else Below()
+        own = below_of(cast, cast.reference) if cast.reference.of_the_base else Below()
         stages = compared(cast.actor, cast.reference, micro, (below_of(cast, cast.actor), own))
         what = f"{micro.rows} rows, actor and reference"
         yield from _fullest(scene, "actor", Moment("score", "actor"), what, stages)
