@@ -6,6 +6,7 @@ They are the procedural data sets of reasoning-gym (Stojanovski et al. 2025, arX
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def read_task_prompts(part: PartSection, key: str, section: DatasetSection, *, h
 
 def _questions(part: PartSection, key: str, seed: int) -> Task:
     try:
-        import reasoning_gym
+        reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ValueError(
             f"{key}.source = 'verifiable' needs the package reasoning-gym, which is not installed; try: "

@@ -105,8 +105,8 @@ def role_rows(models: FourModels) -> list[RoleRow]:
     counted = set[int]()
     parts = dict(models.shared_parameters())
     quantized = {} if models.base.trunk is None else stands_for(models.base.trunk)
-    held = {name: getattr(models, name) for name in ("actor", "critic", "reference", "reward")} | models.classifiers
-    for name, role in held.items():
+    roles = {name: getattr(models, name) for name in ("actor", "critic", "reference", "reward")} | models.classifiers
+    for name, role in roles.items():
         parts[name] = [] if role is None else list(role.parameters())
         quantized |= {} if role is None else stands_for(role)
     rows = []
@@ -114,7 +114,7 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         # By identity: tied weights are one parameter under two names.
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
-        role = held.get(name) or getattr(models, name, None)
+        role = roles.get(name) or getattr(models, name, None)
         outside = getattr(role, "outside_torch", None)
         if outside is not None:
             rows.append(

@@ -132,8 +132,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    reward = scorer if external is None else external
-    return FourModels(base, actor, critic, reference, reward, room, trunk, classifiers)
+    held = scorer if external is None else external
+    return FourModels(base, actor, critic, reference, held, room, trunk, classifiers)
 
 
 def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:

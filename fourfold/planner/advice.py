@@ -122,11 +122,8 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _of_other_models(config: RunConfig) -> set[str]:
     """Roles that are not made of the run's model."""
     reference = bool(config.reference.model) or config.reference.engine != "torch"
-    theirs = {
-        "reward": not config.reward.of_the_base,
-        "reference": reference,
-        **dict.fromkeys(config.reward.classifiers, True),
-    }
+    reward = config.reward.has_model and not config.reward.of_the_base
+    theirs = dict.fromkeys(config.reward.classifiers, True) | {"reward": reward, "reference": reference}
     return {role for role, other in theirs.items() if other}
 
 
@@ -179,7 +176,9 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
-        names = {role, *config.reward.classifiers} if role == "reward" else {role}
+        others = config.reward.classifiers if role == "reward" else {}
+        # ONNX Runtime holds its weights itself.
+        names = {role, *others} - {key for key, given in others.items() if given.engine != "torch"}
         own = 0 if residency == "service" else sum(held.weights.get(name, 0) for name in names)
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
