@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fourfold.rollout.sampler import PromptBatch, row_seed
 
 
 class PromptStream:
-    """Endless shuffled passes over the prompts; each pass sees every prompt once."""
+    """Endless shuffled passes over the prompts; each pass sees every prompt once.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], *, seed: int, rows: int, responses_per_prompt: int) -> None:
+    `rows` are the responses of a step, `new_tokens` their limit; both may depend on the step, counted from 0.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        rows: Callable[[int], int],
+        responses_per_prompt: int,
+        new_tokens: Callable[[int], int | None] = lambda step: None,
+    ) -> None:
         self._prompts = prompts
         self._seed = seed
         self._per_prompt = responses_per_prompt
-        self._prompts_a_step = rows // responses_per_prompt
+        self._rows = rows
+        self._new_tokens = new_tokens
+        self._firsts = [0]  # place of the first prompt of each step, as far as it has been asked for
         self._orders: dict[int, list[int]] = {}
 
     def batch(self, step: int) -> PromptBatch:
         """The prompts of a step (counted from 0); the responses to one prompt stand side by side."""
-        first = step * self._prompts_a_step
-        ids = [self._at(first + i) for i in range(self._prompts_a_step) for _ in range(self._per_prompt)]
+        while len(self._firsts) <= step + 1:
+            self._firsts.append(self._firsts[-1] + self._rows(len(self._firsts) - 1) // self._per_prompt)
+        ids = [self._at(place) for place in range(*self._firsts[step : step + 2]) for _ in range(self._per_prompt)]
         seeds = [row_seed("rollout", self._seed, step, row) for row in range(len(ids))]
-        return PromptBatch([self._prompts[i] for i in ids], ids, seeds)
+        return PromptBatch([self._prompts[i] for i in ids], ids, seeds, self._new_tokens(step))
 
     def _at(self, position: int) -> int:
         epoch, place = divmod(position, len(self._prompts))

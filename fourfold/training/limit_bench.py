@@ -18,7 +18,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fourfold.config.schema import RunConfig
+from fourfold.config.schema import CurriculumSection, RunConfig
 from fourfold.diagnostics.machine import best_seconds, copy_rate, multiplied, product, read_rate
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import assemble, record_for
@@ -119,6 +119,7 @@ def _prepared(config: RunConfig, steps: int, folder: Path, say: Say) -> tuple[Ba
         "stages": ("ppo",),
         "ppo": config.ppo.model_copy(update={"steps": 1 + steps}),
         "data": config.data.model_copy(update={"prompts_test": None}),
+        "curriculum": CurriculumSection(),  # the whole size from the first step on
         "tracking": config.tracking.model_copy(update={"trackers": ()}),
     }
     reward = Path(config.reward.stored).expanduser() if config.reward.stored else None

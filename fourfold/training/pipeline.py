@@ -177,11 +177,12 @@ def _carry_out(
 def planned_ppo(config: RunConfig, prompts: int) -> str:
     """What the stage ppo does in all, in one line; `target_kl` and dropped rows can make it fewer optimizer steps."""
     ppo = config.ppo
-    responses = ppo.steps * ppo.rollout_batch_size
+    responses = sum(map(config.rows_at, range(ppo.steps)))
     drawn = responses // config.sampling.responses_per_prompt
-    steps = config.optimizer_steps
+    steps, first = config.optimizer_steps, config.rows_at(0)
+    rows = f"x {first:,}" if first == ppo.rollout_batch_size else f"of {first:,} to {ppo.rollout_batch_size:,}"
     return (
-        f"ppo: {ppo.steps:,} steps x {ppo.rollout_batch_size:,} = {responses:,} responses to {drawn:,} prompts "
+        f"ppo: {ppo.steps:,} steps {rows} = {responses:,} responses to {drawn:,} prompts "
         f"({drawn / prompts:.1f} times the {prompts:,} given); {steps['actor']:,} optimizer steps of the actor, "
         f"{steps['critic']:,} of the critic"
     )

@@ -104,7 +104,11 @@ def build_trainer(
         sizes=sizes,
         census=census,
         prompts=PromptStream(
-            prompts, seed=config.seed, rows=ppo.rollout_batch_size, responses_per_prompt=sampling.responses_per_prompt
+            prompts,
+            seed=config.seed,
+            rows=config.rows_at,
+            responses_per_prompt=sampling.responses_per_prompt,
+            new_tokens=config.new_tokens_at,
         ),
         evaluation_prompts=(
             evaluation_batch(prompts_test, seed=config.seed, responses_per_prompt=evaluation.responses_per_prompt)

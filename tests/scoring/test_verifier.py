@@ -16,6 +16,7 @@ from fourfold.config.loading import check_packages
 from fourfold.config.schema import DatasetSection, PartSection
 from fourfold.data.records import Message
 from fourfold.data.tasks import load_task, read_task_prompts
+from fourfold.scoring.sources import text_of
 from fourfold.scoring.verifier import Verifier
 from tiny import tiny_tokenizer
 from training.runs import Tree, by_function, make_config, make_trainer, merged, settings, steps_of
@@ -115,9 +116,9 @@ def test_the_answer_is_the_response_or_what_stands_last_in_its_tag(
 
 def test_a_prompt_is_known_by_what_its_tokens_decode_to_and_others_have_no_score(gym: None) -> None:
     verifier = Verifier(part(), KEY, TOKENIZER)
-    question = TOKENIZER.decode(TOKENIZER("a 1 plus 3").input_ids, skip_special_tokens=True)
+    question = text_of(TOKENIZER("a 1 plus 3").input_ids, TOKENIZER)
     _, held_out = load_task(part(), KEY)
-    unseen = TOKENIZER.decode(TOKENIZER(held_out.entries[0]["question"]).input_ids, skip_special_tokens=True)
+    unseen = text_of(TOKENIZER(held_out.entries[0]["question"]).input_ids, TOKENIZER)
     right = held_out.entries[0]["answer"]
     assert verifier([question, question, unseen, "the plot"], ["4", "5", right, "4"]) == [1.0, 0.5, 1.0, None]
 

@@ -18,7 +18,7 @@ from fourfold.config.checks.service import (
     roles_of_the_base,
     service,
 )
-from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
+from fourfold.config.checks.training import batch_sizes, curriculum, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def problems(config: RunConfig) -> list[str]:
         *ppo(config),
         *warm_ups(config),
         *lengths(config),
+        *curriculum(config),
         *optimizer_states(config),
         *in_backward(config),
         *attention(config),

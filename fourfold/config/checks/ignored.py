@@ -81,6 +81,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because(
             f"sampling.engine = {config.sampling.engine!r} draws as many rows at once as fit", "sampling", "batch_size"
         )
+    if config.curriculum.steps == 0:
+        reason = "curriculum.steps = 0 lets nothing grow"
+        because(reason, "curriculum", "start_new_tokens", "start_rollout_batch_size")
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
     if config.data.prompts_test is None:

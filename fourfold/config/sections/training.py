@@ -226,5 +226,9 @@ class PpoSection(OptimizerSection):
 
     @property
     def updates_a_rollout(self) -> int:
-        """Optimizer steps of one rollout when no epoch ends early."""
-        return self.num_epochs * -(-self.rollout_batch_size // self.mini_batch_size)
+        """Optimizer steps of one whole rollout when no epoch ends early."""
+        return self.updates_of(self.rollout_batch_size)
+
+    def updates_of(self, rows: int) -> int:
+        """Optimizer steps of a rollout of so many rows when no epoch ends early."""
+        return self.num_epochs * -(-rows // self.mini_batch_size)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.metric import Metric
-from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
+from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT, SHAPING
 from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
 __all__ = ["METRICS", "Metric", "check_row", "metrics_markdown", "table_name"]
@@ -15,6 +15,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
     "ppo_step": {
         "Counters": COUNTERS,
         "Rollout": ROLLOUT,
+        "Shaping of scores": SHAPING,
         "Policy": POLICY,
         "Value": VALUE,
         "Trunk": TRUNK,

@@ -29,6 +29,64 @@ PARTS = (
     ),
 )
 
+# What shaping did to the scores, each where it is switched on.
+SHAPING = (
+    Metric(
+        "score_normalization_mean",
+        "score",
+        "mean that was subtracted from every score (`ppo.reward_normalization`): of the rollout or running",
+        "none",
+        "rises with score_mean, with 'running' behind it",
+        "with 'running' far behind score_mean: all scores look good, so advantages hang on the critic; take 'batch'",
+        promised=False,
+    ),
+    Metric(
+        "score_normalization_std",
+        "score",
+        "standard deviation that every score was divided by",
+        "none",
+        "about score_std",
+        "near 0: differences of no meaning are blown up; set `ppo.reward_normalization` = 'none'",
+        promised=False,
+    ),
+    Metric(
+        "score_clipped_share",
+        "share",
+        "responses whose score, after normalisation, was beyond +-`ppo.score_clip`",
+        LEARNED,
+        "0 to 0.05",
+        "large: scores that differ become the same; raise `ppo.score_clip`",
+        promised=False,
+    ),
+    Metric(
+        "missing_eos_penalty_mean",
+        "score",
+        "sum of `ppo.missing_eos_penalty` over responses that were cut by length",
+        LEARNED,
+        "falls to 0 as responses learn to end",
+        "does not fall: raise `sampling.max_new_tokens` or the penalty; see eos_share",
+        promised=False,
+    ),
+    Metric(
+        "length_penalty_mean",
+        "score",
+        "sum of `ppo.length_penalty` x tokens outside `ppo.length_range`",
+        LEARNED,
+        "falls; small beside score_std",
+        "above score_std: length alone is learned; lower `ppo.length_penalty` or widen `ppo.length_range`",
+        promised=False,
+    ),
+    Metric(
+        "length_penalised_share",
+        "share",
+        "responses with a length outside `ppo.length_range`",
+        LEARNED,
+        "falls",
+        "as for length_penalty_mean",
+        promised=False,
+    ),
+)
+
 COUNTERS = (
     Metric("step", "count", "PPO steps finished", "none", "rises by 1 a row", "none needed"),
     Metric("episodes", "count", "responses sampled since the start", "none", "rises", "none needed"),
@@ -161,6 +219,24 @@ ROLLOUT = (
         SAMPLED,
         "stays near the start's",
         "runs to an end of the range: set `ppo.length_penalty` and `ppo.length_range`",
+    ),
+    Metric(
+        "curriculum_new_tokens",
+        "tokens",
+        "longest response that the step could have (`curriculum.start_new_tokens`)",
+        "none",
+        "grows to `sampling.max_new_tokens`; eos_share stays up",
+        "eos_share falls as it grows: responses fill whatever they are given; set `ppo.missing_eos_penalty`",
+        promised=False,
+    ),
+    Metric(
+        "curriculum_rollout_rows",
+        "count",
+        "responses of the step's rollout (`curriculum.start_rollout_batch_size`)",
+        "none",
+        "grows to `ppo.rollout_batch_size`",
+        "explained_variance jumps about while it is small: start larger, or raise `critic.warmup_rollouts`",
+        promised=False,
     ),
     Metric(
         "response_length_max",
