@@ -77,7 +77,10 @@ def _seed_all(seed: int) -> None:
 
 
 def _check_best_metric(config: RunConfig) -> None:
-    known = [name for name in METRICS["evaluation"] if name.startswith("eval_")]
+    parts = config.reward.dimensions if config.reward.source == "combined" else ()
+    named = [name for name in METRICS["evaluation"] if name.startswith("eval_")]
+    known = [name for name in named if not name.endswith("/NAME")]
+    known += [name.replace("NAME", part) for name in named if name.endswith("/NAME") for part in parts]
     if config.evaluation.judge == "none":
         known.remove("eval_judge_mean")
     if (given := config.checkpoint.best_metric) not in known:

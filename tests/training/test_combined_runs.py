@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold.config import ConfigError
 from fourfold.diagnostics.tables import role_rows
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.models.roles import Scorer
@@ -17,6 +18,7 @@ from fourfold.scoring.sources import texts_of
 from fourfold.training.trainer import Trainer
 from tiny import tiny_classifier
 from training.runs import Tree, by_function, by_model, make_config, make_trainer, merged, run, settings, steps_of
+from training.served import at_service, hosted_roles, listening
 
 PARTS: Tree = {
     "letters": {"source": "function", "function": "training.runs:pays_for_a", "weight": 0.5},
@@ -153,3 +155,55 @@ def test_the_stage_reward_trains_the_model_of_a_part(tmp_path: Path) -> None:
     stored = [tmp_path / name / "reward" / "model" for name in ("run", "plain")]
     weights = [sorted(folder.glob("*.safetensors"))[0].read_bytes() for folder in stored]
     assert weights[0] == weights[1], "what else pays is no matter to the stage reward"
+
+
+@pytest.mark.parametrize(
+    "given", [{"template": "so {response}"}, {"max_tokens": 4}, {"device": "cpu"}, {"engine": "onnx"}], ids=str
+)
+def test_a_classifier_of_a_part_is_the_same_as_alone(tmp_path: Path, given: Tree) -> None:
+    """Every key of [reward] that describes one does the same in a part."""
+    model = {"source": "model", "model": str(tiny_classifier(tmp_path / "judge", seed=3)), **given}
+    alone = merged(by_function("pays_by_hash", steps=1), {"reward": {**model, "function": None}})
+    parts = by_parts({TONE: model}, steps=1)
+    rows = []
+    for name, changes in (("alone", alone), ("part", parts)):
+        changes = merged(changes, {"output": str(tmp_path / name)})
+        rows.append(steps_of(make_trainer(make_config(settings(tmp_path, changes))))[0])
+    for name in ("score_mean", "score_std", "reward_forward_tokens", "critic_grad_norm"):
+        assert rows[0].get(name) == rows[1].get(name), name
+    assert rows[1]["score_mean/tone"] == rows[0]["score_mean"]
+
+
+def test_what_is_wrong_with_a_classifier_of_a_part_is_told_of_that_part(tmp_path: Path) -> None:
+    judge = tiny_classifier(tmp_path / "judge", labels=("BAD", "GOOD"))
+    parts = {TONE: {"source": "model", "model": str(judge), "label": {"GOD": 1.0}}}
+    with pytest.raises(ValueError, match=r"reward\.parts\.tone: reward\.label: given 'GOD'; did you mean 'GOOD'"):
+        make_trainer(make_config(settings(tmp_path, by_parts(parts))))
+
+
+def test_the_run_s_own_model_of_a_part_can_be_at_a_service(tmp_path: Path) -> None:
+    """`reward.residency` = "service" is about the model that [reward] describes; rules stay with the run."""
+    tree = by_model(settings(tmp_path, by_function("pays_by_hash", steps=1)), tmp_path / "scorer")
+    parts: Tree = {LIKED: {"source": "trained", "checkpoint": tree["reward"]["checkpoint"]}, "brevity": BREVITY}
+    tree = merged(tree, {"reward": {"source": "combined", "checkpoint": None, "parts": parts}})
+    expected = scored_parts(make_trainer(make_config(tree)))[0]
+    with listening(hosted_roles(tree, "reward")) as server:
+        away = merged(at_service(tree, server.url, "reward"), {"output": str(tmp_path / "away")})
+        trainer = make_trainer(make_config(away))
+        found = scored_parts(trainer)[0]
+        assert "reward" not in trainer.models.frozen_checksums()
+    torch.testing.assert_close(found.score_parts, expected.score_parts, rtol=0, atol=1e-5)
+
+
+def test_classifiers_of_parts_know_no_service(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"classifiers in reward\.parts \(tone and other\) do not know; .*'http' asks"
+    ):
+        make_config(at_service(by_models(tmp_path), "http://127.0.0.1:1", "reward"))
+
+
+def test_the_best_checkpoint_is_chosen_by_a_part(tmp_path: Path) -> None:
+    tree = settings(tmp_path, by_parts(steps=2))
+    run(merged(tree, {"checkpoint": {"best_metric": "eval_score_mean/letters"}}))
+    with pytest.raises(ValueError, match=r"given 'eval_score_mean/leters'; did you mean 'eval_score_mean/letters'"):
+        run(merged(tree, {"checkpoint": {"best_metric": "eval_score_mean/leters"}, "output": str(tmp_path / "other")}))
