@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_loss
@@ -12,7 +14,9 @@ from fourfold.algorithms.off_policy import capped_share, effective_sample_share,
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
 from fourfold.models.roles import Policy
-from fourfold.training.learner import Totals
+
+if TYPE_CHECKING:
+    from fourfold.training.learner import Totals
 
 
 def value_objective(values: Tensor, part: Experience, settings: PpoSection, totals: Totals) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_estimate
+from fourfold.algorithms.masking import masked_mean
 from fourfold.algorithms.statistics import explained_variance, moments, spearman
 from fourfold.batch import Experience, ScoredRollout
 from fourfold.memory.meter import WORKING, PhaseUsage
@@ -103,6 +104,7 @@ def _values(experience: Experience) -> dict[str, float]:
     row: dict[str, float] = {
         "explained_variance": explained_variance(experience.values, experience.returns, mask),
         "value_return_spearman": spearman(experience.values[mask], experience.returns[mask]),
+        "value_loss_fresh_per_token": 0.5 * float(masked_mean((experience.values - experience.returns).square(), mask)),
     }
     for name, tensor in (
         ("value", experience.values),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fourfold.algorithms.kl import adapt_kl_coef
 from fourfold.algorithms.masking import masked_sum
 from fourfold.algorithms.rewards import RunningMoments
@@ -46,8 +48,9 @@ class Progress:
                 num_sequences=len(scored.sequences),
             )
 
-    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> float:
-        """Of responses that were scored before the first step: where a new value head starts."""
+    def mean_shaped_score(self, scored: ScoredRollout, valid: Tensor, settings: PpoSection) -> float:
+        """Of those responses, scored before the first step, that have a valid score: where a new value head starts."""
+        scored = scored.select(valid.nonzero()[:, 0])
         shaping = Shaping(self.kl_coef, self.moments.update(scored.scores))
         return float(shape_scores(scored, settings, shaping).mean())
 

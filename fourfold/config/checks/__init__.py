@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fourfold.config.checks.critic import critic
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
@@ -47,6 +48,7 @@ def problems(config: RunConfig) -> list[str]:
         *reward_model(config),
         *reference_engine(config),
         *ppo(config),
+        *critic(config),
         *warm_ups(config),
         *lengths(config),
         *optimizer_states(config),

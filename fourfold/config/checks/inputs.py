@@ -74,8 +74,8 @@ def reward_source(config: RunConfig) -> Iterator[str]:
                 f"reward.function: given {reward.function!r}, but reward.source = 'function' needs 'module:name', "
                 "such as 'my_rewards:politeness'"
             )
-        if "ppo" in config.stages and config.critic.init == "reward":
+        if "ppo" in config.stages and config.critic.from_reward:
             yield (
                 "critic.init: 'reward' copies the reward model, and reward.source = 'function' has none; "
-                "allowed: 'actor' or 'base'; try critic.init = 'actor'"
+                "allowed: 'actor' or 'base', or critic.model; try critic.init = 'actor'"
             )

@@ -109,18 +109,6 @@ class RewardSection(OptimizerSection):
     )
 
 
-class CriticSection(OptimizerSection):
-    init: Literal["reward", "actor", "base"] = Field(
-        default="reward",
-        description="Weights of the critic: from the reward model (with its head), from the actor, "
-        "or from the base model (new head).",
-    )
-    warmup_steps: Count = Field(default=0, description="Optimizer steps of linear warm-up of the learning rate.")
-    warmup_rollouts: Count = Field(
-        default=0, description="PPO steps at the start in which the critic alone is trained and the actor stands still."
-    )
-
-
 class PpoSection(OptimizerSection):
     steps: PositiveInt = Field(default=30, description="Rollouts (each is sampled, scored and learned from).")
     rollout_batch_size: PositiveInt = Field(default=32, description="Responses a rollout.")
@@ -184,6 +172,11 @@ class PpoSection(OptimizerSection):
     )
 
     @property
+    def mini_batches(self) -> int:
+        """Of one pass over a rollout."""
+        return -(-self.rollout_batch_size // self.mini_batch_size)
+
+    @property
     def updates_a_rollout(self) -> int:
-        """Optimizer steps of one rollout when no epoch ends early."""
-        return self.num_epochs * -(-self.rollout_batch_size // self.mini_batch_size)
+        """The actor's optimizer steps of one rollout when no epoch ends early."""
+        return self.num_epochs * self.mini_batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fourfold.diagnostics.metrics.costs import COSTS
+from fourfold.diagnostics.metrics.critic import CRITIC
 from fourfold.diagnostics.metrics.metric import Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
 from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
@@ -17,6 +18,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
         "Rollout": ROLLOUT,
         "Policy": POLICY,
         "Value": VALUE,
+        "Critic": CRITIC,
         "Trunk": TRUNK,
         "Loss scale": LOSS_SCALE,
         "Costs": COSTS,

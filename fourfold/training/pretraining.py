@@ -1,0 +1,130 @@
+"""Before the first PPO step: the critic alone learns what responses are worth, at every position of them.
+
+A reward model has only learned to judge whole texts, and a new head has learned nothing; PPO's first steps would follow
+their errors. So the policy as it starts writes rollouts of its own, and values learn the returns of these: sums of what
+is still to come, without the bootstrap from the critic itself (lambda = 1), as in value pretraining by Yuan et al. 2025
+("What's Behind PPO's Collapse in Long-CoT? Value Optimization Holds the Secret", section 4.1). Where KL is 0 and
+gamma 1, the return of every state of a response is its score.
+
+Every mini-batch is seen once. How well values explain returns is measured on one rollout more, which is never learned
+from. An interruption before the first checkpoint of ppo begins it anew, to the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fourfold.algorithms.statistics import explained_variance, spearman
+from fourfold.batch import Experience
+from fourfold.diagnostics.progress import stage_progress
+from fourfold.models.roles import Activations, micro_batches
+from fourfold.rollout.prompts import PromptStream
+from fourfold.rollout.sampler import row_seed
+from fourfold.scoring.pipeline import learnable
+from fourfold.training.experience import Shaping, estimate_advantages
+from fourfold.training.update import update
+
+if TYPE_CHECKING:
+    from fourfold.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How values explain the returns of responses that were not learned from."""
+
+    explained_variance: float
+    spearman: float
+
+    @classmethod
+    def of(cls, values: Tensor, experience: Experience) -> Fit:
+        """Of all response tokens."""
+        mask = experience.response_mask
+        explained = explained_variance(values, experience.returns, mask)
+        return cls(explained, spearman(values[mask], experience.returns[mask]))
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What pretraining did."""
+
+    rollouts: int
+    responses: int
+    optimizer_steps: int
+    before: Fit
+    after: Fit
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """One line for the terminal."""
+        before, after = self.before, self.after
+        return (
+            f"critic: pretrained on {self.responses:,} responses in {self.optimizer_steps:,} optimizer steps; of a "
+            f"rollout that it has not learned from, values explain {after.explained_variance:.3f} of the variance of "
+            f"returns ({before.explained_variance:.3f} before), rank correlation {after.spearman:.3f} "
+            f"({before.spearman:.3f})"
+        )
+
+
+def pretrain_critic(trainer: Trainer) -> Pretrained:
+    """Carry out `critic.pretrain_rollouts` with the actor as it is now, which stands still."""
+    config, count = trainer.config, trainer.config.critic.pretrain_rollouts
+    assert count and not trainer.progress.step, "pretraining comes before the first step"
+    stream = trainer.prompts.elsewhere(row_seed("pretrain", config.seed))
+    held, held_activations = _experience(trainer, stream, 0)
+    before = Fit.of(_values(trainer, held, held_activations), held)
+    responses = steps = 0
+    # One pass, and values as far as they go: what clips them is for steps that follow each other closely.
+    settings = config.ppo.model_copy(update={"num_epochs": 1, "value_clip_eps": 0.0})
+    critic = config.critic.model_copy(update={"updates_per_actor": 1})
+    with stage_progress("critic: pretraining", count, unit="rollouts") as progress:
+        for number in range(1, count + 1):
+            experience, activations = _experience(trainer, stream, number)
+            with trainer.census.phase(trainer.meter, "learn"):
+                learned = update(
+                    trainer.learner,
+                    experience,
+                    activations,
+                    settings,
+                    temperature=config.sampling.temperature,
+                    seed=row_seed("pretrain update", config.seed, number),
+                    critic=critic,
+                    train_actor=False,
+                    sizes=trainer.sizes,
+                )
+            responses += len(experience.sequences)
+            steps += int(learned.metrics["critic_optimizer_steps"])
+            progress.advance(1, note=f"value loss {learned.metrics.get('value_loss_per_token', 0.0):.3f}")
+    after = Fit.of(_values(trainer, held, held_activations), held)
+    return Pretrained(count, responses, steps, before, after)
+
+
+def _experience(trainer: Trainer, stream: PromptStream, number: int) -> tuple[Experience, Activations]:
+    """A rollout of the policy as it starts, with the plain sums of its rewards as returns."""
+    config, progress = trainer.config, trainer.progress
+    with trainer.census.phase(trainer.meter, "generate"):
+        rollout, activations = trainer.sampler.generate(stream.batch(number), policy_version=0)
+    with trainer.census.phase(trainer.meter, "score"):
+        scored, valid = trainer._score(rollout, activations)
+        progress.moments = progress.moments.update(scored.scores[valid])
+        rows = learnable(scored, valid, truncation=config.ppo.truncation, on_failure=config.reward.on_failure)
+        plain = config.ppo.model_copy(update={"gae_lambda": 1.0, "whiten_advantages": False})
+        shaping = Shaping(progress.kl_coef, progress.moments)
+        return estimate_advantages(scored.select(rows), plain, shaping), activations.select(rows)
+
+
+@torch.no_grad()
+def _values(trainer: Trainer, experience: Experience, activations: Activations) -> Tensor:
+    """Of the critic as it is now."""
+    values, critic = torch.zeros_like(experience.values), trainer.models.critic
+    rows = torch.arange(len(values), device=values.device)
+    for chosen, part, inputs in micro_batches(experience, activations, rows, trainer.sizes.score.size):
+        found = critic.values(inputs, part)
+        values[chosen, : found.shape[1]] = found
+    return values
