@@ -134,7 +134,10 @@ def _about(scene: Scene, who: str) -> str:
         return f"{cut.branch} of {scene.base.layers} layers"
     if who == "reward" and scene.config.reward.source == "model" and who not in scene.models:
         return "a model of its own"
-    kind = {"none": "a model", "trunk": f"{cut.branch} layers", "adapters": "adapters"}[scene.config.sharing.mode]
+    layers = cut.critic if who == "critic" else cut.branch
+    fewer = who == "critic" and scene.config.critic.layers > 0
+    whole = f"the lowest {layers} layers" if fewer else "a model"
+    kind = {"none": whole, "trunk": f"{layers} layers", "adapters": "adapters"}[scene.config.sharing.mode]
     kind = "a model" if who in scene.models else kind
     return f"{kind}, {parameters(own_parameters(scene, who))}"
 

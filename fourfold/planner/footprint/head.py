@@ -136,10 +136,10 @@ def sample(t: Tape, rows: int, form: HeadForm) -> None:
     del tempered, powers, edges
 
 
-def values(t: Tape, hidden: Value, head: Weight) -> Value:
-    """One float32 number a token."""
+def values(t: Tape, hidden: Value, head: Weight, outputs: int = 1) -> Value:
+    """One float32 number a token, of each of the heads where there are several."""
     hidden = ops.cast(t, hidden, 4)
-    return ops.linear(t, hidden, head, 1)
+    return ops.linear(t, hidden, head, outputs)
 
 
 def full_kl(t: Tape, tokens: int, first: HeadForm, second: HeadForm) -> None:

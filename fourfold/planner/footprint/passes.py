@@ -207,7 +207,8 @@ def _opinion(t: Tape, role: Role, part: Part, texts: Texts, hidden: Value, entro
     """Log-probs or values of the responses."""
     size = role.form.architecture.hidden
     if role.head is None:
-        return heads.values(t, ops.view(t, hidden, texts.answers * size), Weight(size, 4, trained=True))
+        weight = Weight(role.outputs * size, 4, trained=True)
+        return heads.values(t, ops.view(t, hidden, texts.answers * size), weight, role.outputs)
     states = _states(t, role, part, texts, hidden)
     del hidden
     return heads.log_probs(t, states, _head_weight(role, part), role.head, entropy)
@@ -219,7 +220,9 @@ def joint(actor: Role, critic: Role, trunk: Form, texts: Texts, lesson: Lesson) 
 
     def run(layers: int, trunk_layers: int) -> Stages:
         t, batch = lesson.tape(), texts.states
-        parts = [Part(replace(role.form, layers=layers)) for role in (actor, critic)]
+        # A critic of fewer layers has these whatever the actor is extended from.
+        fewer = critic.form.layers if critic.form.layers != actor.form.layers else layers
+        parts = [Part(replace(actor.form, layers=layers)), Part(replace(critic.form, layers=fewer))]
         t.meter.stage("forward")
         shared = Part(replace(trunk, layers=trunk_layers)).forward(t, batch)
         doors = [ops.Anchor(t, shared) for _ in parts]

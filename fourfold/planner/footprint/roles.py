@@ -23,6 +23,7 @@ class Role:
     head: HeadForm | None = None
     own_head: bool = False
     tied: bool = False  # the head is the part's own table
+    outputs: int = 1  # of a critic's head
 
     @property
     def scalar(self) -> bool:
@@ -36,12 +37,15 @@ class Role:
         own += 0 if shared_base else part_bytes(self.form)
         if self.head is not None and self.own_head and not self.tied:
             own += self.head.numbers * self.head.width
-        return own + (4 * (self.form.architecture.hidden + 1) if self.scalar else 0)
+        return own + 4 * self._scalar_numbers()
+
+    def _scalar_numbers(self) -> int:
+        return self.outputs * (self.form.architecture.hidden + 1) if self.scalar else 0
 
     def trained_numbers(self) -> int:
         """Parameters with a gradient."""
         a, form = self.form.architecture, self.form
-        scalar = a.hidden + 1 if self.scalar else 0
+        scalar = self._scalar_numbers()
         if form.lora is not None:
             return lora_numbers(form) + scalar
         if not form.trained:
@@ -55,7 +59,8 @@ class Role:
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Of the trained parameters that are matrices: numbers in each, and how many there are of that size."""
-        a, form, scalar = self.form.architecture, self.form, (self.form.architecture.hidden, int(self.scalar))
+        a, form = self.form.architecture, self.form
+        scalar = (a.hidden * self.outputs, int(self.scalar))
         lora = form.lora
         if lora is not None:
             on = [each for each in form.linears() if lora.on(each.name)]
@@ -72,7 +77,8 @@ class Role:
         """Of the trained ones, those in matrices that autocast rounds for products; adapters stay as they are."""
         if self.form.lora is not None:
             return 0
-        return sum(size * count for size, count in self.matrix_sizes()) - self.form.architecture.hidden * self.scalar
+        head = self.form.architecture.hidden * self.outputs * self.scalar
+        return sum(size * count for size, count in self.matrix_sizes()) - head
 
     def largest(self) -> int:
         """Numbers of the largest trained parameter."""
@@ -144,9 +150,9 @@ def cast_of(scene: Scene) -> Cast:
         learner = replace(_learning(scene, own), lora=lora)
     tied = a.tied_embeddings and not shared
     actor = Role("actor", learner, head, own_head=not shared, tied=tied)
-    critic = Role("critic", replace(learner, compute=_width(scene.config.precision.critic, learner.compute)))
-    if config.memory.optimizer_residency == "offload" and mode != "adapters":
-        actor, critic = _narrowed(actor), _narrowed(critic)
+    critic = _critic(scene, learner, depth)
+    if config.memory.optimizer_residency == "offload":
+        actor, critic = (_narrowed(role) if role.form.lora is None else role for role in (actor, critic))
     return Cast(
         trunk=trunk,
         trained_trunk=trained_trunk,
@@ -156,6 +162,21 @@ def cast_of(scene: Scene) -> Cast:
         reward=_reward(scene, own),
         shared_head=head if shared and not a.tied_embeddings else None,
     )
+
+
+def _critic(scene: Scene, learner: Form, depth: int) -> Role:
+    """The layers that the actor learns with, the lowest of them, or a model of its own."""
+    config = scene.config
+    form = replace(learner, compute=_width(config.precision.critic, learner.compute))
+    if config.critic.layers:
+        layers = max(min(config.critic.layers, scene.base.layers) - depth, 0)
+        form = replace(form, layers=layers, above=scene.base.layers - depth - layers)
+    if (a := scene.models.get("critic")) is not None:
+        form = replace(
+            form, architecture=a, layers=a.layers, embedding=True, trained=True, table_trained=True, lora=None,
+            matrices=4, vectors=4, table=4, quantized="",
+        )  # fmt: skip
+    return Role("critic", form, outputs=config.critic.ensemble)
 
 
 def _plain(scene: Scene, depth: int) -> Form:
