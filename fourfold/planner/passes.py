@@ -85,7 +85,8 @@ class Cut(NamedTuple):
         """Numbers of a role's low-rank matrices."""
         if role in scene.models:
             return 0
-        return self.adapter_parameters * self.critic // self.branch if role == "critic" else self.adapter_parameters
+        fewer = role == "critic" and self.critic < self.branch
+        return self.adapter_parameters * self.critic // self.branch if fewer else self.adapter_parameters
 
 
 class Batches(NamedTuple):

@@ -33,8 +33,8 @@ class Lengths(NamedTuple):
 class Scene:
     """Everything that a plan depends on.
 
-    `models` has the architecture of the run's own model under "base", and those of roles with a model of their own under
-    the roles' names. `stored` has the type of their weights' files by the same names where that is not
+    `models` has the architecture of the run's own model under "base", and of roles with a model of their own under the
+    roles' names. `stored` has the type of their weights' files by the same names where that is not
     bfloat16, as it is of most published models: what is bfloat16 to begin with, frozen roles hold as that.
     """
 
