@@ -229,7 +229,9 @@ def test_other_tokens_are_refused_with_the_reason(tmp_path: Path) -> None:
     vocabulary = tiny_tokenizer(pad_is_eos=False)
     vocabulary.add_tokens(["<extra>"])
     vocabulary.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"another vocabulary.*'<extra>' is 160 and none.*cut at other places.*distill"):
+    with pytest.raises(
+        ValueError, match=r"another vocabulary.*'<extra>' is 160 and none.*cut at other places.*distill"
+    ):
         made(tmp_path, "none", critic__model=str(tmp_path / "other"))
     tiny_directory(tmp_path / "begins", layers=1, hidden=16, bos=True)
     with pytest.raises(ValueError, match=r"other special tokens: its bos_token is '<bos>', the run's None"):
