@@ -181,7 +181,8 @@ def test_the_schedule_of_the_critic_counts_all_of_its_steps(tmp_path: Path) -> N
     pretrain_critic(trainer)
     rows = steps_of(trainer)
     assert sum(row["critic_optimizer_steps"] for row in rows) == 24
-    assert rows[-1]["critic_learning_rate"] == pytest.approx(0.0, abs=1e-4) < rows[0]["critic_learning_rate"]
+    assert rows[-1]["critic_learning_rate"] == pytest.approx(0.0, abs=1e-9)
+    assert rows[0]["critic_learning_rate"] > rows[1]["critic_learning_rate"] > 1e-4
 
 
 def test_errors_of_fresh_responses_and_of_the_last_pass_are_told_apart(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_regularised_gradients_do_not_depend_on_micro_batches(tmp_path: Path, cr
     whole = critic_gradient(*learnt, critic=critic, micro_batch_size=8)
     for size in (1, 3):
         torch.testing.assert_close(
-            critic_gradient(*learnt, critic=critic, micro_batch_size=size), whole, rtol=1e-4, atol=1e-6
+            critic_gradient(*learnt, critic=critic, micro_batch_size=size), whole, rtol=1e-4, atol=1e-5
         )
     assert not torch.allclose(critic_gradient(*learnt, critic=critic, seed=2), whole)
     plain = critic_gradient(*learnt, critic={"ensemble": critic.get("ensemble", 1)}, micro_batch_size=8)
@@ -250,7 +251,7 @@ def test_dropout_is_for_learning_only(tmp_path: Path) -> None:
 def test_dropout_keeps_features_with_the_given_share_and_their_mean() -> None:
     lesson = ValueLesson(PpoSection(), CriticSection(dropout=0.25), seed=5)
     kept = lesson.kept(torch.arange(64), 500, step=0)
-    assert kept.shape == (64, 1, 500) and set(kept.unique().tolist()) == {0.0, 1 / 0.75}
+    assert kept.shape == (64, 1, 500) and kept.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert float(kept.mean()) == pytest.approx(1.0, abs=4 * (0.25 / 0.75 / kept.numel()) ** 0.5)
     again = lesson.kept(torch.tensor([7, 3]), 500, step=0)
     assert torch.equal(again, kept[[7, 3]])
@@ -302,21 +303,21 @@ def test_heads_that_begin_alike_part_and_the_spread_is_logged(tmp_path: Path) ->
         weight.copy_(weight[:1].expand(3, -1))
     rows = steps_of(trainer)
     assert 0 < rows[0]["value_spread_per_token_mean"] < rows[1]["value_spread_per_token_mean"]
-    assert float((weight[0] - weight[1]).abs().max()) > 0
+    assert not torch.equal(weight[0], weight[1])
 
 
 # --- beforehand -------------------------------------------------------------------------------------------------------
 
 
-PRETRAINED: Tree = {"critic": {"pretrain_rollouts": 3, "learning_rate": 1e-2}, "ppo": {"rollout_batch_size": 32}}
+PRETRAINED: Tree = {
+    "critic": {"pretrain_rollouts": 8},
+    "ppo": {"rollout_batch_size": 32, "mini_batch_size": 16, "micro_batch_size": 16},
+}
 
 
 def test_pretraining_learns_the_score_at_every_position_and_moves_nobody_else(tmp_path: Path) -> None:
     """Where KL is 0 and gamma 1, what it learns is the score; held-out returns are explained better after it."""
-    tree = merged(settings(tmp_path, by_function("pays_for_a", steps=1)), PRETRAINED)
-    tree = merged(
-        tree, {"sampling": {"extra_eos_token_ids": [], "max_new_tokens": 12}, "critic": {"pretrain_rollouts": 12}}
-    )
+    tree = merged(settings(tmp_path, by_function("pays_by_prompt", steps=1)), PRETRAINED)
     trainer = make_trainer(make_config(tree))
     trainer.check()
     actor, frozen = weights_of(trainer.models.actor), trainer.models.frozen_checksums()
@@ -334,10 +335,10 @@ def test_pretraining_learns_the_score_at_every_position_and_moves_nobody_else(tm
     for part in learnt:
         scores = part.scores[:, None].expand_as(part.returns)
         torch.testing.assert_close(part.returns[part.response_mask], scores[part.response_mask], rtol=1e-4, atol=1e-4)
-    assert found.responses == sum(len(part.sequences) for part in learnt) == 12 * 32
-    assert found.optimizer_steps == 12 * 8 and trainer.progress.step == 0
+    assert found.responses == sum(len(part.sequences) for part in learnt) == 8 * 32
+    assert found.optimizer_steps == 8 * 2 and trainer.progress.step == 0
     assert found.before.explained_variance == pytest.approx(0.0, abs=1e-4), "a new head says the same everywhere"
-    assert found.after.explained_variance > 0.2 and found.after.spearman > 0.4
+    assert found.after.explained_variance > 0.8 and found.after.spearman > 0.7
     assert "values explain" in found.describe()
     assert all(torch.equal(tensor, actor[name]) for name, tensor in weights_of(trainer.models.actor).items())
     assert trainer.models.frozen_checksums() == frozen
