@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from fourfold.files import write_atomically
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _METADATA_KEY = b"fourfold"
 _STAGES: dict[str, type[Rollout]] = {stage.__name__: stage for stage in (Rollout, ScoredRollout, Experience)}
 
@@ -65,7 +66,7 @@ def read_batch(path: str | Path) -> Rollout:
 
     data = Path(path).read_bytes()
     try:
-        table = pq.read_table(pa.BufferReader(data))
+        table = pq.ParquetFile(pa.BufferReader(data)).read()  # pq.read_table imports pandas
     # A damaged file fails in whichever part of the decoder meets the damage first.
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
         raise ValueError(f"{path}: not a readable Parquet file ({error}); {_ADVICE}") from error
@@ -137,15 +138,41 @@ def _leaf(name: str, tensor: Tensor) -> str:
 def _to_column(tensor: Tensor) -> pa.Array:
     import pyarrow as pa
 
-    flat = pa.array(tensor.numpy().reshape(-1))
+    flat = _flat(tensor)
     if tensor.dim() == 1:
         return flat
     width = math.prod(tensor.shape[1:])
-    return pa.ListArray.from_arrays(pa.array(range(0, len(flat) + 1, width), pa.int32()), flat)
+    offsets = _flat(torch.arange(0, len(flat) + 1, width, dtype=torch.int32))
+    return pa.ListArray.from_arrays(offsets, flat)
+
+
+def _flat(tensor: Tensor) -> pa.Array:
+    """The numbers of a tensor by its own bytes: `pa.array` would import pandas, where it is installed, to look at one.
+
+    That takes seconds in a process that has not imported it.
+    """
+    import pyarrow as pa
+
+    numbers = tensor.numpy().reshape(-1)
+    bits = numpy.packbits(numbers, bitorder="little") if numbers.dtype == numpy.bool_ else numbers
+    return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, pa.py_buffer(bits)])
 
 
 def _from_column(column: pa.ChunkedArray, shape: list[int]) -> Tensor:
     flat = column.combine_chunks()
     if len(shape) > 1:
         flat = flat.flatten()
-    return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy()).reshape(shape)
+    return _numbers(flat).reshape(shape)
+
+
+def _numbers(flat: pa.Array) -> Tensor:
+    """The inverse of `_flat`, without pandas too."""
+    if flat.null_count:
+        raise ValueError(f"{flat.null_count} of {len(flat)} numbers are null")
+    bits, start, count = flat.buffers()[1], flat.offset, len(flat)
+    if str(flat.type) == "bool":
+        return torch.from_numpy(
+            numpy.unpackbits(numpy.frombuffer(bits, numpy.uint8), bitorder="little")[start : start + count] > 0
+        )
+    dtype = numpy.dtype({"float": "float32", "double": "float64"}.get(str(flat.type), str(flat.type)))
+    return torch.from_numpy(numpy.frombuffer(bits, dtype, count, start * dtype.itemsize).copy())

@@ -25,6 +25,7 @@ from fourfold.config.sections.models import (
     SystemSection,
     TrunkSection,
 )
+from fourfold.config.sections.parts import PartSection
 from fourfold.config.sections.running import CheckpointSection, EvaluationSection, SamplingSection, TrackingSection
 from fourfold.config.sections.training import OptimizerSection, PpoSection, RewardSection, SftSection
 
@@ -38,6 +39,7 @@ __all__ = [
     "MemorySection",
     "ModelSection",
     "OptimizerSection",
+    "PartSection",
     "PpoSection",
     "PrecisionSection",
     "ReferenceSection",
@@ -94,6 +96,12 @@ class RunConfig(Section):
             "critic": self.critic.pretrain_rollouts * ppo.mini_batches
             + self.critic.updates_per_actor * (warmup * updates + learning * (updates - turns["actor"])),
         }
+
+    def evaluated_after(self, step: int) -> bool:
+        """Whether an evaluation comes after a PPO step: every so many, and at the end."""
+        every = self.evaluation.every
+        given = self.data.prompts_test is not None
+        return given and (step == self.ppo.steps or (every > 0 and step % every == 0))
 
     @property
     def reference_differs(self) -> bool:

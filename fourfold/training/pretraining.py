@@ -12,20 +12,20 @@ from. An interruption before the first checkpoint of ppo begins it anew, to the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fourfold.algorithms.statistics import explained_variance, spearman
 from fourfold.batch import Experience
+from fourfold.diagnostics.kept import value_fit
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.models.roles import Activations, micro_batches
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.pipeline import learnable
-from fourfold.training.experience import Shaping, estimate_advantages
+from fourfold.training.experience import estimate_advantages
 from fourfold.training.update import update
 
 if TYPE_CHECKING:
@@ -33,29 +33,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How values explain the returns of responses that were not learned from."""
-
-    explained_variance: float
-    spearman: float
-
-    @classmethod
-    def of(cls, values: Tensor, experience: Experience) -> Fit:
-        """Of all response tokens."""
-        mask = experience.response_mask
-        explained = explained_variance(values, experience.returns, mask)
-        return cls(explained, spearman(values[mask], experience.returns[mask]))
-
-
-@dataclass(frozen=True)
 class Pretrained:
-    """What pretraining did."""
+    """What pretraining did, and how values fit the returns of a rollout that was not learned from (`value_fit`)."""
 
     rollouts: int
     responses: int
     optimizer_steps: int
-    before: Fit
-    after: Fit
+    before: dict[str, float]
+    after: dict[str, float]
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -63,12 +48,12 @@ class Pretrained:
 
     def describe(self) -> str:
         """One line for the terminal."""
-        before, after = self.before, self.after
+        explained, ranks = "explained_variance", "value_return_spearman"
         return (
             f"critic: pretrained on {self.responses:,} responses in {self.optimizer_steps:,} optimizer steps; of a "
-            f"rollout that it has not learned from, values explain {after.explained_variance:.3f} of the variance of "
-            f"returns ({before.explained_variance:.3f} before), rank correlation {after.spearman:.3f} "
-            f"({before.spearman:.3f})"
+            f"rollout that it has not learned from, values explain {self.after[explained]:.3f} of the variance of "
+            f"returns ({self.before[explained]:.3f} before), rank correlation {self.after[ranks]:.3f} "
+            f"({self.before[ranks]:.3f})"
         )
 
 
@@ -78,7 +63,7 @@ def pretrain_critic(trainer: Trainer) -> Pretrained:
     assert count and not trainer.progress.step, "pretraining comes before the first step"
     stream = trainer.prompts.elsewhere(row_seed("pretrain", config.seed))
     held, held_activations = _experience(trainer, stream, 0)
-    before = Fit.of(_values(trainer, held, held_activations), held)
+    before = value_fit(held)
     responses = steps = 0
     # One pass, and values as far as they go: what clips them is for steps that follow each other closely.
     settings = config.ppo.model_copy(update={"num_epochs": 1, "value_clip_eps": 0.0})
@@ -101,7 +86,7 @@ def pretrain_critic(trainer: Trainer) -> Pretrained:
             responses += len(experience.sequences)
             steps += int(learned.metrics["critic_optimizer_steps"])
             progress.advance(1, note=f"value loss {learned.metrics.get('value_loss_per_token', 0.0):.3f}")
-    after = Fit.of(_values(trainer, held, held_activations), held)
+    after = value_fit(replace(held, values=_values(trainer, held, held_activations)))
     return Pretrained(count, responses, steps, before, after)
 
 
@@ -113,10 +98,9 @@ def _experience(trainer: Trainer, stream: PromptStream, number: int) -> tuple[Ex
     with trainer.census.phase(trainer.meter, "score"):
         scored, valid = trainer._score(rollout, activations)
         progress.moments = progress.moments.update(scored.scores[valid])
-        rows = learnable(scored, valid, truncation=config.ppo.truncation, on_failure=config.reward.on_failure)
+        rows = learnable(scored, valid, truncation=config.ppo.truncation, on_failure=config.reward.on_invalid)
         plain = config.ppo.model_copy(update={"gae_lambda": 1.0, "whiten_advantages": False})
-        shaping = Shaping(progress.kl_coef, progress.moments)
-        return estimate_advantages(scored.select(rows), plain, shaping), activations.select(rows)
+        return estimate_advantages(scored.select(rows), plain, progress.shaping), activations.select(rows)
 
 
 @torch.no_grad()

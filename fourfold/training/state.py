@@ -48,11 +48,19 @@ class Progress:
                 num_sequences=len(scored.sequences),
             )
 
+    @property
+    def shaping(self) -> Shaping:
+        """How rewards are shaped as things stand."""
+        return Shaping(self.kl_coef, self.moments)
+
+    def shaping_of(self, scored: ScoredRollout) -> Shaping:
+        """That, for responses that no statistics take in; before the first step there are but their own."""
+        return self.shaping if self.moments.count else Shaping(self.kl_coef, self.moments.update(scored.scores))
+
     def mean_shaped_score(self, scored: ScoredRollout, valid: Tensor, settings: PpoSection) -> float:
         """Of those responses, scored before the first step, that have a valid score: where a new value head starts."""
         scored = scored.select(valid.nonzero()[:, 0])
-        shaping = Shaping(self.kl_coef, self.moments.update(scored.scores))
-        return float(shape_scores(scored, settings, shaping).mean())
+        return float(shape_scores(scored, settings, self.shaping_of(scored)).mean())
 
     def is_best(self, value: float, mode: str) -> bool:
         """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""

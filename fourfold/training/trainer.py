@@ -20,13 +20,14 @@ from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
 from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.combined import Reward
 from fourfold.scoring.pipeline import Scored, learnable, score
-from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
-from fourfold.training.experience import Shaping, estimate_advantages, shape_scores
+from fourfold.training.experience import estimate_advantages
+from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
@@ -42,13 +43,14 @@ class Trainer:
 
     config: RunConfig
     models: FourModels
-    reward: RewardSource
+    reward: Reward
     sampler: Sampler
     learner: Learner
     sizes: BatchSizes
     census: Census
     prompts: PromptStream
     evaluation_prompts: PromptBatch | None
+    kept: KeptRollouts
     store: CheckpointStore
     trackers: list[Tracker]
     meter: PhaseMeter
@@ -118,8 +120,8 @@ class Trainer:
         with self.census.phase(self.meter, "score"):
             scored, valid = self._score(rollout, activations)
             self.progress.moments = self.progress.moments.update(scored.scores[valid])
-            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_failure)
-            shaping = Shaping(self.progress.kl_coef, self.progress.moments)
+            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_invalid)
+            shaping = self.progress.shaping
             experience = estimate_advantages(scored.select(rows), settings, shaping)
         with self.census.phase(self.meter, "learn"):
             learned = update(
@@ -133,6 +135,7 @@ class Trainer:
                 train_actor=step >= self.config.critic.warmup_rollouts,
                 sizes=self.sizes,
             )
+        self.kept.training(step + 1, experience)
         self.progress.count(scored, int(learned.metrics["actor_optimizer_steps"]), settings)
         return training_row(
             self.progress,
@@ -142,8 +145,8 @@ class Trainer:
             learned.metrics | self.sizes.metrics(len(rollout.sequences)),
             self.accountant.step(rollout, learned, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
-            kl_coef=shaping.kl_coef,
-            shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
+            config=self.config,
+            shaping=shaping,
         )
 
     def _score(self, rollout: Rollout, activations: Activations) -> Scored:
@@ -166,16 +169,12 @@ class Trainer:
             raise ValueError("no held-out prompts: give data.prompts_test")
         with self.meter.phase("evaluate"):
             scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
-        if not bool(valid.any()):
-            raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
-        scored = scored.select(valid.nonzero()[:, 0])
-        return summarise(scored, *texts_of(scored, self.models.base.tokenizer), self.judge)
+        held_out, names = self.kept.held_out(scored, valid, self.progress), self.config.reward.dimensions
+        return summarise(held_out, self.models.base.tokenizer, self.judge, names)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""
-        step, every = self.progress.step, self.config.evaluation.every
-        due = step == self.config.ppo.steps or (every > 0 and step % every == 0)
-        if not due or self.evaluation_prompts is None:
+        if not self.config.evaluated_after(self.progress.step) or self.evaluation_prompts is None:
             return False
         self.last_evaluation = self.evaluate()
         metrics = self.last_evaluation.metrics

@@ -322,6 +322,12 @@ def judged(scene: Scene, config: RunConfig) -> list[str]:
     return sorted(scene.trainer(config).evaluate().metrics)
 
 
+def kept_files(scene: Scene, config: RunConfig) -> list[int]:
+    trainer = scene.trainer(config)
+    trainer.evaluate()
+    return trainer.kept.held_out_files.steps()
+
+
 def samples_shown(scene: Scene, config: RunConfig) -> int:
     folder = RunFolder(scene.new_folder())
     numbers = dict.fromkeys(("score_mean", "kl_per_sequence", "distinct_2", "mean_length", "eos_share"), 1.0)

@@ -74,6 +74,11 @@ class EvaluationSection(Section):
     judge: Literal["none", "vader"] = Field(
         default="none", description="A judge other than the reward model: 'vader', the lexicon's compound score."
     )
+    keep_rollouts: bool = Field(
+        default=True,
+        description="Write the held-out rollout of every evaluation and the training rollout of the step before it "
+        "into the run's folder, with values, rewards and returns: what `fourfold doctor` and `report` read.",
+    )
     samples: Count = Field(default=8, description="Samples printed before and after, side by side.")
 
 

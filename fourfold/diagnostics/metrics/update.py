@@ -269,6 +269,14 @@ VALUE = (
         "near 0: the critic does not order states; as for explained_variance",
     ),
     Metric(
+        "value_bias",
+        "return",
+        "sum over tokens of values - returns, values as they were when the rollout was scored",
+        LEARNED_TOKENS,
+        "small against return_std",
+        "of one sign for long: the critic lags behind; raise `critic.learning_rate` or `critic.warmup_rollouts`",
+    ),
+    Metric(
         "value_mean",
         "return",
         "sum over tokens of the values",
