@@ -15,14 +15,13 @@ from fourfold.memory.budget import Budget
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
-from fourfold.models.critics import critic_and_reward, layers_above_trunk
+from fourfold.models.critics import critic_and_reward, critic_bytes
 from fourfold.models.external import External, load_external, placed, weight_bytes
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.llama_roles import reference_by_llama_cpp
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
 from fourfold.models.outside import Absent
-from fourfold.models.own_critic import critic_bytes
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
 from fourfold.models.reference import load_reference, reference_form
@@ -98,7 +97,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     The actor takes over the base's own weights, so at most four models are resident at any time. A role that is at a
     service is a form without weights; a reward model of another family that is there is nothing yet.
     """
-    room = base.room(config, critic_bytes(config), layers_above_trunk(config, base))
+    room = base.room(config, critic_bytes(config, base))
     # First, so that what an export takes for a moment lies beside the base only.
     away = roles_at_a_service(config)
     external = _external(config, room) if config.reward.source == "model" and "reward" not in away else None

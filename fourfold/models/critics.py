@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config.schema import RunConfig
-from fourfold.models.adapters import is_adapted
+from fourfold.memory.budget import tensor_bytes
+from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.heads import ScalarHead
 from fourfold.models.loading import Base
-from fourfold.models.own_critic import load_critic
+from fourfold.models.own_critic import load_critic, own_critic_bytes
 from fourfold.models.roles import Scorer, copy_scorer, hollow_copy, scorer_on, scorer_over
 from fourfold.models.room import Room
 from fourfold.models.split import keep_lowest
@@ -53,6 +54,18 @@ def layers_above_trunk(config: RunConfig, base: Base) -> int | None:
         f"{given}, of which the lowest {below} are the shared trunk, whose activations are there above its last layer "
         f"only; allowed: {least} to {total - 1}, or 0 for all; try {instead}"
     )
+
+
+def critic_bytes(config: RunConfig, base: Base) -> int | None:
+    """Float32 bytes that the critic takes where it is no copy of all that a role has for its own; else None."""
+    if not config.critic.of_the_run:
+        return own_critic_bytes(config)
+    if (layers := layers_above_trunk(config, base)) is None:
+        return None
+    branch = base.policy.branch
+    adapted, dropped = is_adapted(branch), {id(p) for layer in branch.layers[layers:] for p in layer.parameters()}
+    own = (p for name, p in branch.named_parameters() if not adapted or is_adapter(name))
+    return tensor_bytes(p for p in own if id(p) not in dropped)
 
 
 def critic_and_reward(

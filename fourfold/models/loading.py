@@ -64,9 +64,11 @@ class Base:
     pad_id: int
     budget: Budget = field(default_factory=Budget)
 
-    def room(self, config: RunConfig, own_critic: int = 0, critic_layers: int | None = None) -> Room:
-        """For the roles that are to be made from this base, whose own weights the actor takes over, with a critic of
-        `own_critic` bytes, or of the lowest `critic_layers` of a role's own layers."""
+    def room(self, config: RunConfig, critic: int | None = None) -> Room:
+        """For the roles that are to be made from this base, whose own weights the actor takes over.
+
+        A critic that has not all layers of the other roles, or others, is to take `critic` bytes.
+        """
         adapted = config.sharing.mode == "adapters"
         mine = [p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name)]
         own, vectors = tensor_bytes(mine), tensor_bytes(p for p in mine if p.ndim < 2)
@@ -78,13 +80,8 @@ class Base:
         if self.trunk is not None and config.trunk.train:
             trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
         hidden = self.policy.branch.hidden_size
-        critic = own_critic or None
-        if critic_layers is not None:
-            dropped = [p for layer in self.policy.branch.layers[critic_layers:] for p in layer.parameters()]
-            critic = own - tensor_bytes(p for p in dropped if any(p is q for q in mine))
-        room = Room.of(
-            config, self.budget, whole, own, (depth, upper), hidden, trained, self.matrix_bytes(), vectors, critic
-        )
+        sizes, matrices = (whole, own, (depth, upper), hidden, trained), self.matrix_bytes()
+        room = Room.of(config, self.budget, *sizes, matrices, vectors, critic)
         room.loaded |= {name: size for name, size in room.planned.weights.items() if name in ("trunk", "base", "actor")}
         return room
 

@@ -72,10 +72,8 @@ def load_critic(config: RunConfig, base: Base) -> tuple[OwnCritic, bool]:
     return critic, new
 
 
-def critic_bytes(config: RunConfig) -> int:
-    """Float32 bytes of `critic.model` without a language head; 0 where there is none. Its weights are not read."""
-    if config.critic.of_the_run:
-        return 0
+def own_critic_bytes(config: RunConfig) -> int:
+    """Float32 bytes of `critic.model` without a language head. Its weights are not read."""
     model, _ = without_weights(_kind(config), _place(config), given=_given(config), allowed=ALLOWED)
     body: Any = getattr(model, layout_of(model).body)
     return 4 * (sum(p.numel() for p in body.parameters()) + model.config.hidden_size + 1)

@@ -15,7 +15,7 @@ from fourfold.memory.budget import tensor_bytes
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.heads import ScalarHead
-from fourfold.models.own_critic import VALUE_SHIFT, OwnCritic, critic_bytes
+from fourfold.models.own_critic import VALUE_SHIFT, OwnCritic, own_critic_bytes
 from fourfold.models.roles import Scorer, checksum
 from fourfold.models.storage import save_role
 from tiny import FAMILIES, tiny_directory, tiny_tokenizer
@@ -34,8 +34,8 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(path: Path, mode: str, reward: Path | None = None, **settings: Any) -> FourModels:
     """The four roles of a run on a tiny model with 4 layers, 2 of them above a trunk."""
-    sharing, given = MODES[mode]
-    given = ({} if "critic__model" in settings else {"critic__init": "actor"}) | given | settings
+    sharing, of_mode = MODES[mode]
+    given: dict[str, Any] = ({} if "critic__model" in settings else {"critic__init": "actor"}) | of_mode | settings
     config = tiny_config(path / "m", sharing, **given)
     return assemble(config, tiny_base(path / "m", mode=sharing, **given), None, reward)
 
@@ -158,7 +158,8 @@ def test_layers_are_those_of_the_named_source_and_the_reward_model_keeps_all(
 
 def test_the_room_that_a_critic_takes_is_what_it_has(tmp_path: Path) -> None:
     tiny_directory(tmp_path / "small", layers=2, hidden=16, seed=5)
-    for mode, given in (("none", {"critic__layers": 2}), ("trunk", {"critic__layers": 3}), ("trunk", {})):
+    cases: list[tuple[str, dict[str, Any]]] = [("none", {"critic__layers": 2}), ("trunk", {"critic__layers": 3})]
+    for mode, given in (*cases, ("trunk", {})):
         models = made(tmp_path, mode, **given)
         planned = models.room.planned.weights["critic"]
         assert planned == tensor_bytes(models.critic.branch.parameters())
@@ -190,7 +191,7 @@ def test_a_critic_with_a_model_of_its_own_shares_nothing_and_reads_ids(tmp_path:
     torch.testing.assert_close(every, expected, rtol=1e-5, atol=1e-5)
     assert last.shape == (3,) and float(expected.std()) > 0.1
     config = tiny_config(tmp_path / "m", critic__model=str(tmp_path / "small"))
-    assert critic_bytes(config) == tensor_bytes(critic.parameters())
+    assert own_critic_bytes(config) == tensor_bytes(critic.parameters())
 
 
 def test_a_sequence_classifier_brings_its_head(tmp_path: Path) -> None:

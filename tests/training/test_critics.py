@@ -1,4 +1,4 @@
-"""How a critic learns: with a model of its own, more often than the actor, with dropout and several heads, before ppo."""
+"""How a critic learns: with a model of its own, n times for the actor's once, with dropout and several heads."""
 
 from __future__ import annotations
 
