@@ -26,6 +26,7 @@ COMMANDS = {
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
+    "distill": "make a smaller critic out of a run's reward model",
     "export": "turn the trained actor into a plain Hugging Face folder",
     "bench": "measure a run's steps against their limit, weights in fewer bits, or this machine",
 }

@@ -285,11 +285,12 @@ def test_each_head_has_a_loss_of_its_own(tmp_path: Path) -> None:
     with torch.no_grad():
         hidden = trainer.models.critic.hidden_at(activations.states(), experience)
     counts = ValueLesson(ppo, section, seed=4).counts(torch.arange(8), 3)
+    weight, bias = head.linear.weight.detach(), head.linear.bias.detach()
     expected, tokens = torch.zeros(3, hidden.shape[-1]), int(experience.response_mask.sum())
     for row in range(8):
         for t in range(int(experience.lengths[row])):
             for k in range(3):
-                value = float(hidden[row, t] @ head.linear.weight[k] + head.linear.bias[k])
+                value = float(hidden[row, t] @ weight[k] + bias[k])
                 error = value - float(experience.returns[row, t])
                 expected[k] += 0.7 * float(counts[row, k]) * error * hidden[row, t] / 3 / tokens
     found = critic.gradients[0]["head.linear.weight"]
