@@ -9,9 +9,11 @@ import pytest
 
 from fourfold.config import ConfigError
 from fourfold.config.checks import ignored_keys, is_given
+from fourfold.config.checks.critic import critic_warnings
 from fourfold.config.checks.ignored import REWARD_TRAINING
 from fourfold.config.loading import apply_override, parse_config
 from fourfold.config.schema import OptimizerSection, RewardSection
+from fourfold.diagnostics.metrics import METRICS
 
 BASE = """
 output = "runs/x"
@@ -113,6 +115,23 @@ REFUSED = [
     ([*OWN_MODEL, "reward.model=x.gguf"], "reward.model: given 'x.gguf', but .* which GGUF files do not hold"),
     ([*OWN_MODEL, "reward.model=package:a/b"], "reward.model: given 'package:a/b'"),
     ([*OWN_MODEL, "critic.init=reward"], "critic.init: 'reward' copies the reward model, .* is of another family"),
+    (["critic.model=a/b", "critic.init=base"], "critic.init: given, but critic.model brings its own weights"),
+    (["critic.model=a/b", "critic.layers=3"], "critic.layers: given, but critic.model brings its own weights"),
+    (
+        ["critic.model=a/b", "trunk.train=true", "trunk.alternate=1"],
+        "trunk.alternate: given, but critic.model stands beside the trunk",
+    ),
+    (
+        ["critic.updates_per_actor=3", "trunk.train=true"],
+        "critic.updates_per_actor: given 3 beside trunk.train = true, .* one pass over the trunk.*trunk.alternate",
+    ),
+    (["critic.updates_per_actor=0"], "critic.updates_per_actor: given 0 .integer.; allowed: integer > 0"),
+    (["critic.ensemble=4"], "critic.ensemble: given 4 beside ppo.value_clip_eps = 0.2.*set ppo.value_clip_eps = 0"),
+    (["critic.dropout=1"], "critic.dropout: given 1.*< 1"),
+    (
+        ["critic.warmup_steps=99999", "critic.updates_per_actor=2", "critic.pretrain_rollouts=3"],
+        "critic.warmup_steps: given 99999, but there are 243 optimizer steps in all",
+    ),
     ([*OWN_MODEL, "reward.label.GOOD=0.0"], "reward.label: given {'GOOD': 0.0}; allowed: factors of"),
     ([*OWN_MODEL, "reward.label.GOOD=inf"], "reward.label.GOOD: given inf; allowed: finite"),
     ([*OWN_MODEL, "reward.template='{prompt}'"], "reward.template: given '{prompt}', which leaves the resp"),
@@ -191,6 +210,12 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
         ["ppo.missing_eos_penalty=1"],
         [*CALLED, "reward.function=pack.mod:name", "critic.init=base"],
         [*CALLED, "reward.retries=0", "reward.on_failure=drop"],
+        ["critic.layers=5", "critic.dropout=0.1", "critic.pretrain_rollouts=2"],
+        ["critic.ensemble=4", "ppo.value_clip_eps=0"],
+        ["critic.updates_per_actor=3", "trunk.train=true", "trunk.alternate=1"],
+        ["critic.updates_per_actor=3", "trunk.train=true", "critic.model=a/b"],
+        ["critic.model=a/b", "sharing.mode=adapters", "precision.critic=float32", "precision.compute=bfloat16"],
+        [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.model=a/b"],
         LOADED,
         OWN_MODEL,
         [*OWN_MODEL, "reward.template=chat", "reward.engine=onnx_int8", "reward.max_tokens=9", "reward.label.A=-1"],
@@ -349,3 +374,14 @@ def test_a_role_at_a_service_is_held_as_this_run_would() -> None:
     for role in ("reference", "reward"):
         at = [f"{role}.residency=service", "service.url=http://127.0.0.1:8777", f"precision.{role}=int8"]
         assert any("must be this run's own" in problem for problem in found(*at))
+
+
+def test_more_updates_of_the_critic_are_warned_of() -> None:
+    """How often it goes through a rollout, and which metrics show that it learns by heart."""
+    tree = tomllib.loads(BASE)
+    assert list(critic_warnings(parse_config(tree, "test"))) == []
+    apply_override(tree, "critic.updates_per_actor=5")
+    [warning] = critic_warnings(parse_config(tree, "test"))
+    assert "goes 20 times through every rollout" in warning
+    for name in ("value_loss_last_pass_per_token", "value_loss_fresh_per_token"):
+        assert name in warning and name in METRICS["ppo_step"]

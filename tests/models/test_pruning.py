@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fourfold.models import pruning
 from tiny import FAMILIES, PAD, tiny_model
@@ -24,31 +25,33 @@ def test_batches_are_padded_on_the_right() -> None:
     assert mask.sum(dim=1).tolist() == [5, 3] and last.shape == (1, 7)
 
 
+def streams(model: PreTrainedModel, text: list[int]) -> list[Tensor]:
+    """What goes into each layer [1, time, hidden], and at the end what comes out of the last one."""
+    found: list[Tensor] = []
+
+    def before(module: Any, args: Any, named: dict[str, Any]) -> None:
+        found.append(args[0] if args else named["hidden_states"])
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        found.append(output if isinstance(output, Tensor) else output[0])
+
+    layers = pruning.decoder_layers(model)
+    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(after))
+    model(input_ids=torch.tensor([text]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_block_influence_is_one_minus_the_cosine_of_a_layers_two_sides(family: str) -> None:
     """Against the hidden states that the library itself gives, each text alone."""
     model = tiny_model(family)
     sums, tokens = torch.zeros(4), 0
-    layers = pruning.decoder_layers(model)
     with torch.no_grad():
         for text in TEXTS:
-            states: list[Tensor] = []
-            hooks = [
-                layer.register_forward_pre_hook(
-                    lambda _, args, kw: states.append(args[0] if args else kw["hidden_states"]), with_kwargs=True
-                )
-                for layer in layers
-            ]
-            after: list[Tensor] = []
-            hooks.append(
-                layers[-1].register_forward_hook(
-                    lambda _, args, out: after.append(out if isinstance(out, Tensor) else out[0])
-                )
-            )
-            model(input_ids=torch.tensor([text]))
-            for hook in hooks:
-                hook.remove()
-            states += after
+            states = streams(model, text)
             for index in range(4):
                 a, b = states[index][0], states[index + 1][0]
                 sums[index] += (a * b).sum(dim=-1).div(a.norm(dim=-1) * b.norm(dim=-1)).sum()
@@ -82,10 +85,9 @@ def test_kept_layers_compute_as_a_model_that_never_had_others(family: str) -> No
     ids = torch.tensor([TEXTS[0]])
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, short(input_ids=ids).logits)
-        # Layers are counted anew, by which caches are found.
-        cached = model(input_ids=ids[:, :3], use_cache=True)
-        after = model(input_ids=ids[:, 3:], past_key_values=cached.past_key_values).logits
-        torch.testing.assert_close(after, short(input_ids=ids).logits[:, 3:], rtol=1e-4, atol=1e-5)
+    layers: Any = pruning.decoder_layers(model)
+    places = [m.layer_idx for layer in layers for m in layer.modules() if hasattr(m, "layer_idx")]
+    assert places and sorted(set(places)) == [0, 1], "caches are found by these"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])

@@ -32,7 +32,7 @@ from training.runs import (
     write_config,
 )
 
-QUICK = {"epochs": 12, "learning_rate": 3e-3, "batch_size": 8}
+QUICK: dict[str, Any] = {"epochs": 12, "learning_rate": 3e-4, "batch_size": 8}
 
 
 def with_reward_model(folder: Path, sharing: str = "none", **changes: Any) -> Tree:
@@ -53,7 +53,7 @@ def test_a_run_takes_the_critic_that_is_made_of_its_reward_model(tmp_path: Path,
     made = distill(tree["output"], str(tmp_path / "small"), Wanted(size=0.8, **QUICK), (), quiet)
     assert made.parameters_after <= 0.8 * made.parameters_before
     assert made.layers_before == 4 and 1 <= len(made.kept_layers) < 4
-    assert made.distilled.everywhere > made.pruned.everywhere and made.distilled.everywhere > 0.6
+    assert made.distilled.everywhere > made.pruned.everywhere and made.distilled.everywhere > 0.8
     record = json.loads((tmp_path / "small" / RECORD).read_text())
     assert record["distilled"]["everywhere"] == made.distilled.everywhere
     model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
