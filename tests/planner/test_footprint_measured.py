@@ -8,10 +8,13 @@ import pytest
 
 from benchmarks.planner import PHASES, Case, Compared, measure, predict
 
-# One case without and one with a trunk, half precision, padding and a lever; benchmarks/planner.py has all of them.
+# A case without and one with a trunk, half precision, padding and a lever; benchmarks/planner.py has all of them.
 CASES = (
     Case("tiny", ('sharing.mode="none"',), (8, 8, 24, 4)),
     Case("tiny", ('sharing.mode="trunk"', 'precision.compute="bfloat16"'), (8, 8, 24, 8), ragged=True),
+    # Critics of fewer layers, and with a model of their own beside adapters.
+    Case("tiny", ('sharing.mode="none"', "critic.layers=2", "critic.ensemble=3", "ppo.value_clip_eps=0.0")),
+    Case("tiny", ('sharing.mode="adapters"',), critic="gpt2"),
 )
 
 
