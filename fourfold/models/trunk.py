@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fourfold.config.schema import MemorySection
+from fourfold.models.flush_rows import FlushRows
 from fourfold.models.products import hold_narrowly
 from fourfold.models.roles import Activations, narrow_matrices, save_activations
 from fourfold.models.split import Part
@@ -64,6 +65,10 @@ def drift(trunk: Part, start: Part) -> float:
     return math.sqrt(moved / size)
 
 
-def above(trunk: Part, states: Activations) -> Activations:
-    """What branches read: the trunk's output for ids."""
-    return Activations(trunk(states.inputs, states.mask), states.mask)
+def above(trunk: Part, states: Activations, state: int) -> Activations:
+    """What branches read: the trunk's output for ids, computed from the same columns as by a role that stands on it."""
+    rows = FlushRows.of(states.mask, state)
+    if rows is None:
+        return Activations(trunk(states.inputs, states.mask), states.mask)
+    out = trunk(rows.flush(states.inputs), rows.flush_mask(states.mask))
+    return Activations(rows.put_back(out, states.mask.shape[1]), states.mask)

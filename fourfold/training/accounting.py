@@ -18,12 +18,18 @@ from fourfold.memory.meter import PassCounter
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
+<<<<<<< HEAD
 from fourfold.models.own_critic import OwnCritic
+=======
+from fourfold.models.heads import AnyNumberHead, MultiHead
+from fourfold.models.priors import UniformPolicy
+>>>>>>> main
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Scorer
 from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
+from fourfold.planner.number_head import ONE_NUMBER, NumberHead
 from fourfold.scoring.ahead import Ahead
 from fourfold.training.hiding import Hiding
 
@@ -86,6 +92,7 @@ class Accountant:
     def __init__(self, models: FourModels, memory: MemorySection, ahead: Ahead | None = None) -> None:
         base = Architecture.from_config(models.base.config.to_dict())
         self._trained_trunk = models.trunk is not None
+<<<<<<< HEAD
         roles = {"actor": models.actor, "critic": models.critic, "reference": models.reference}
         self._has_reward = isinstance(models.reward, Scorer)
         if isinstance(models.reward, Scorer):
@@ -97,6 +104,15 @@ class Accountant:
         for trunk in (models.base.trunk, models.trunk):
             if trunk is not None:
                 self._shapes["trunk"] = Shape.of(trunk, base, memory)
+=======
+        self._architecture = Architecture.from_config(models.base.config.to_dict())
+        self._own_reference = _shape_of(models.reference)
+        self._uniform = isinstance(models.reference, UniformPolicy)
+        self._step_0 = models.step_0 is not None
+        self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
+        self._branch_layers = models.actor.branch.num_layers
+        self._values = _numbers_of(models.critic.head)
+>>>>>>> main
         self._head_trained = models.actor.head.weight.requires_grad
         self._external = models.reward if isinstance(models.reward, External) else None
         self.hiding = Hiding(models, ahead)
@@ -119,10 +135,17 @@ class Accountant:
         if full_kl:
             self._from_ids(counter, "actor", "score", states, "lm")
         for _ in range(2 if full_kl else 1):
+<<<<<<< HEAD
             self._from_ids(counter, "reference", "score", states, "lm")
         self._from_ids(counter, "critic", "score", whole, "scalar")
+=======
+            self._reference(counter, states)
+        if self._step_0:
+            self._from_ids(counter, "reference", "score", states, "lm")
+        self._from_ids(counter, "critic", "score", whole, self._values)
+>>>>>>> main
         if self._has_reward:
-            self._from_ids(counter, "reward", "score", whole, "scalar")
+            self._from_ids(counter, "reward", "score", whole, ONE_NUMBER)
         if self._external is not None:
             read, flops = self._external.take_work()
             counter.count("reward", "score", "forward", read.rows, read.tokens, flops)
@@ -132,11 +155,19 @@ class Accountant:
     def _learn(self, counter: PassCounter, learned: Learned) -> None:
         trained_roles: tuple[tuple[str, Work, Head], ...] = (
             ("actor", learned.actor, "lm"),
-            ("critic", learned.critic, "scalar"),
+            ("critic", learned.critic, self._values),
         )
         for role, work, head in trained_roles:
+<<<<<<< HEAD
             self._forward(counter, role, "learn", work, head)
             self._backward(counter, role, work, head, head_trained=head == "scalar" or self._head_trained)
+=======
+            self._forward(counter, role, "learn", work, self._branch_layers, head)
+            trained = isinstance(head, NumberHead) or self._head_trained
+            sizes = self._sizes(work, self._branch_layers, head)
+            flops = backward_flops(**sizes, head_trained=trained, head_tokens_again=work.head_again, **self._again)
+            counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
+>>>>>>> main
         if self._trained_trunk:
             self._forward(counter, "trunk", "learn", learned.trunk.forward, "none")
             self._backward(counter, "trunk", learned.trunk.backward, "none", head_trained=False)
@@ -147,8 +178,20 @@ class Accountant:
             self._forward(counter, "trunk", phase, work, "none")
         self._forward(counter, role, phase, work, head)
 
+<<<<<<< HEAD
     def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head) -> None:
         counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(role, work, head)))
+=======
+    def _reference(self, counter: PassCounter, work: Work) -> None:
+        if self._uniform:
+            return
+        if self._own_reference is None:
+            self._from_ids(counter, "reference", "score", work, "lm")
+            return
+        sizes = self._sizes(work, self._own_reference.layers, "lm")
+        sizes |= {"architecture": self._own_reference, "adapter_parameters": 0}
+        counter.count("reference", "score", "forward", work.rows, work.tokens, forward_flops(**sizes))
+>>>>>>> main
 
     def _backward(self, counter: PassCounter, role: str, work: Work, head: Head, *, head_trained: bool) -> None:
         sizes, again = self._sizes(role, work, head), self._shapes[role].again
@@ -168,6 +211,21 @@ class Accountant:
         }
 
 
+<<<<<<< HEAD
+=======
+def _shape_of(reference: Policy) -> Architecture | None:
+    """The architecture of a reference with a model of its own; None where it is the actor's."""
+    if not isinstance(reference, OwnPolicy):
+        return None
+    return Architecture.from_config(reference.branch.body.config.to_dict())
+
+
+def _numbers_of(head: AnyNumberHead) -> NumberHead:
+    width = head.outer.shape[1] if isinstance(head, MultiHead) else 0
+    return NumberHead(head.linear.out_features, width)
+
+
+>>>>>>> main
 def _forgotten(part: Part, memory: MemorySection) -> dict[str, Any]:
     """What the backward pass of a part computes again."""
     again = len(part.layers[:: memory.checkpoint_every])

@@ -23,6 +23,7 @@ from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.models.split import Part
 from fourfold.models.trunk import drift
 from fourfold.training.accounting import TrunkWork, Work
+from fourfold.training.dimensions import ONE_VALUE, Dimensions
 from fourfold.training.gradients import TrunkGradients
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Learner:
     actor_optimizer: RoleOptimizer
     critic_optimizer: RoleOptimizer
     trunk: TrunkLearner | None = None
+    values: Dimensions = ONE_VALUE
 
     @property
     def one_pass(self) -> bool:
@@ -223,8 +225,12 @@ class Totals:
         return {
             **policy,
             **self.means("critic_tokens", value_loss_per_token="value_loss", value_clip_fraction="value_clipped"),
+<<<<<<< HEAD
             **self.means("value_error_tokens", value_loss_last_pass_per_token="value_error"),
             **(self.means("critic_tokens", value_spread_per_token_mean="value_spread") if learner.ensemble else {}),
+=======
+            **learner.values.metrics(self.sums),
+>>>>>>> main
             **self.means("actor_steps", actor_grad_norm="actor_grad_norm"),
             **self.means("critic_steps", critic_grad_norm="critic_grad_norm"),
             **(self._of_trunk(learner.trunk) if learner.trunk is not None else {}),

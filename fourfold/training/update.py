@@ -49,11 +49,19 @@ def update(
     only the critic's steps before it stand. A role whose pass runs out of memory does its mini-batch again from the
     start, in smaller micro-batches of `sizes`.
     """
+<<<<<<< HEAD
     critic = critic or CriticSection()
     totals, stopped = Totals(), False
     values = ValueLesson(settings, critic, seed)
     lesson = Lesson(experience, activations, settings, temperature, sizes or BatchSizes.of(settings), values)
     minis = _MiniBatches(len(experience.sequences), settings.mini_batch_size, seed, experience.sequences.device)
+=======
+    totals = Totals()
+    lesson = Lesson(experience, activations, settings, temperature, sizes or BatchSizes.of(settings))
+    rows = len(experience.sequences)
+    learner.values.begin(learner.critic.head, experience)
+    stopped, index = False, 0
+>>>>>>> main
     for epoch in range(settings.num_epochs):
         for turn in minis.turns(epoch, critic.updates_per_actor):
             stopped = not _learn(learner, lesson, turn, totals, train_actor=train_actor)
@@ -131,17 +139,25 @@ def _critic_gradients(learner: Learner, lesson: Lesson, batch: CriticBatch, tota
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> None:
+<<<<<<< HEAD
         with casts_once(critic, several=rows < len(mini)):
             for chosen, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
                 hidden = critic.hidden_at(critic.reads(inputs, part).states(), part)
                 objective = lesson.values.objective(critic, hidden, part, chosen, batch.number, totals)
                 learner.critic_optimizer.backward(objective / tokens)
+=======
+        with casts_once(learner.critic, several=rows < len(mini)):
+            for _, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
+                hidden = learner.critic.hidden_at(inputs.states(), part)
+                learner.critic_optimizer.backward(value_objective(learner, hidden, part, settings, totals) / tokens)
+>>>>>>> main
 
     def undo() -> None:
         learner.critic_optimizer.discard()
         totals.restore(copy.deepcopy(before))
 
     lesson.sizes.critic.fitting(passes, len(mini), undo)
+    learner.values.conclude(learner.critic.head, totals.sums, before.sums)
     totals.critic.add(experience, mini, with_last=False)
     if learner.one_pass:
         totals.trunk.forward.add(experience, mini, with_last=False)

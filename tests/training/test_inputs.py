@@ -66,7 +66,7 @@ def test_one_bad_file_speaks_for_itself(tmp_path: Path) -> None:
         ({"stages": ["sft"]}, {"texts", "texts_test"}),
         ({"stages": ["reward"]}, {"texts", "pairs", "pairs_test"}),
         ({"stages": ["reward"], "reward": {"standardise": False}}, {"pairs", "pairs_test"}),
-        ({"stages": ["ppo"]}, {"prompts", "prompts_test"}),
+        ({"stages": ["ppo"]}, {"prompts", "prompts_test", "texts_test"}),
         (merged(by_function("pays_for_a"), {"stages": ["reward", "ppo"]}), {"prompts", "prompts_test"}),
     ],
 )
