@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config import RunConfig, dump_toml, load_config
+from fourfold.config.loading import CONFIG
 from fourfold.files import write_atomically
 from fourfold.memory.meter import PhaseUsage
 from fourfold.planner.advice import RESUMABLE
 
-CONFIG = "config.toml"
 SUMMARY = "summary.json"
 SPENT = "spent.json"
+STOPPED = "stopped.json"
 
 
 class RunFolder:
@@ -40,6 +41,14 @@ class RunFolder:
     def finish(self, stage: str, record: dict[str, Any]) -> None:
         """Mark a stage as finished; written after everything else of it."""
         self.write_json(f"{stage}/done.json", record)
+
+    def note_stopped(self, stage: str, error: BaseException) -> None:
+        """Write down what a stage ended with before its end, for those who look at the folder later."""
+        self.write_json(f"{stage}/{STOPPED}", {"error": str(error), "kind": type(error).__name__})
+
+    def note_started(self, stage: str) -> None:
+        """A stage goes on: what it was stopped by is over."""
+        (self.root / stage / STOPPED).unlink(missing_ok=True)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a JSON file, whole or not at all."""
@@ -136,13 +145,3 @@ def reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
             'or set reward.source = "checkpoint", "model" or "function"'
         )
     return folder.model("reward")
-
-
-def saved_config(root: Path) -> RunConfig:
-    """The settings of the run in a folder."""
-    path = root / CONFIG
-    if not path.is_file():
-        raise ValueError(
-            f"{str(root)!r} is not the folder of a run: it has no {CONFIG}; give the `output` of a configuration"
-        )
-    return load_config(path)

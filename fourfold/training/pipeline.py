@@ -208,6 +208,7 @@ def _stage(
 ) -> None:
     _seed_all(row_seed("stage", config.seed, name))  # the same whether or not the stages before ran in this process
     folder.note_spent(meter.totals())
+    folder.note_started(name)
 
     def note() -> None:
         folder.note_spent(meter.totals())
@@ -216,9 +217,10 @@ def _stage(
     try:
         with meter.phase(name):
             metrics = work()
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
             note()
+            folder.note_stopped(name, error)
         raise
     note()
     folder.finish(name, {"metrics": metrics, **folder.spent()[name]._asdict()})

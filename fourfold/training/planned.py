@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.config import RunConfig, check_paths
-from fourfold.config.loading import Contradiction, with_settings
+from fourfold.config.loading import CONFIG, Contradiction, with_settings
 from fourfold.config.paths import missing_packages
 from fourfold.diagnostics.machine import ensure_measured
 from fourfold.diagnostics.trackers import read_jsonl
@@ -24,7 +24,7 @@ from fourfold.planner.request import architectures_of, host_memory, lengths_of
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.search import search
 from fourfold.planner.units import seconds, size
-from fourfold.training.folder import CONFIG, RunFolder
+from fourfold.training.folder import RunFolder
 from fourfold.training.timeline import TIMELINE
 
 PLAN = "plan.json"
