@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy
-import torch
 
-from fourfold.algorithms.statistics import spearman
-from fourfold.batch import Experience
+from fourfold.diagnostics.doctor.fit import Fit, first_states, newest_fit, over_rows, rank_correlation
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, Series
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     Numbers,
     correlation,
     fisher,
-    jackknife,
     least_squares,
     partial_correlation,
     ranks,
@@ -28,94 +23,11 @@ SYSTEMATIC, EXPLAINED = 0.5, 0.1
 # Gain in explained variance from the first third of the steps to the last below which nothing moves.
 GAIN = 0.1
 # Factors of the value loss: usual change from one step to the next, and a single jump.
-OSCILLATES, JUMPS = 2.0, 10.0
+OSCILLATES, JUMPS = 3.0, 10.0
 # Fisher's z of the training correlation less that of the held-out one; and the same of explained variance.
 MEMORISED = 0.3
 LENGTH = 0.5
 DRIFT = 0.1
-CONFLICT = 0.2
-FEWEST_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Values against returns of a kept rollout, token by token; `row` says which response a token belongs to."""
-
-    values: Numbers
-    returns: Numbers
-    lengths: Numbers
-    row: Numbers
-    rows: int
-
-    @classmethod
-    def of(cls, kept: Experience) -> Fit:
-        """CannotJudge for a few responses, or for returns that are all alike."""
-        mask, rows = kept.response_mask, len(kept.sequences)
-        if rows < FEWEST_ROWS:
-            raise CannotJudge(f"the kept rollout has {rows} responses; {FEWEST_ROWS} are needed")
-        row = torch.arange(rows)[:, None].expand_as(mask)[mask].numpy()
-        values, returns = (tensor[mask].double().numpy() for tensor in (kept.values, kept.returns))
-        if float(returns.std()) < 1e-9:
-            raise CannotJudge("all returns of the kept rollout are alike")
-        return cls(values, returns, kept.lengths.double().numpy()[row], row, rows)
-
-    def chosen(self, rows: Numbers) -> Fit:
-        """Of these responses only."""
-        keep = numpy.isin(self.row, rows)
-        return Fit(self.values[keep], self.returns[keep], self.lengths[keep], self.row[keep], len(rows))
-
-    @property
-    def explained(self) -> float:
-        """1 - mean (return - value)^2 / variance of returns: unlike explained variance it counts an offset."""
-        return 1.0 - float(((self.returns - self.values) ** 2).mean()) / float(self.returns.var())
-
-    @property
-    def systematic(self) -> float:
-        """Mean square of what a straight line in value and length finds in return - value, over the variance of returns.
-
-        What is left is scatter: noise of the returns, or of values that follow nothing.
-        """
-        error = self.returns - self.values
-        _, left = least_squares(error, [self.values, self.lengths])
-        return float((error**2).mean() - (left**2).mean()) / float(self.returns.var())
-
-    @property
-    def by_row(self) -> Fit:
-        """Means over each response."""
-        count = numpy.bincount(self.row, minlength=self.rows)
-        value, got, length = (
-            numpy.bincount(self.row, numbers, self.rows) / count
-            for numbers in (self.values, self.returns, self.lengths)
-        )
-        return Fit(value, got, length, numpy.arange(self.rows), self.rows)
-
-
-def newest_fit(records: Records) -> tuple[int, Fit, str]:
-    """Of the newest held-out rollout, or of the newest training rollout where none is held out."""
-    try:
-        step, kept = records.last_held_out()
-        return step, Fit.of(kept), "held-out"
-    except CannotJudge:
-        step, kept = records.last_training()
-        return step, Fit.of(kept), "training"
-
-
-def over_rows(fit: Fit, name: str) -> Estimate:
-    return jackknife(fit.rows, lambda rows: getattr(fit.chosen(rows), name))
-
-
-def first_states(kept: Experience) -> tuple[float, float] | None:
-    """At the first token: mean square of return - value, and of returns around their prompt's mean (unbiased).
-
-    The second is what no value of the prompt can know; None where no prompt has two responses.
-    """
-    returns, values = kept.returns[:, 0].double(), kept.values[:, 0].double()
-    squares, free = 0.0, 0
-    for prompt in kept.prompt_id.unique():
-        of_prompt = returns[kept.prompt_id == prompt]
-        squares += float((of_prompt - of_prompt.mean()).square().sum())
-        free += len(of_prompt) - 1
-    return None if free == 0 else (float((returns - values).square().mean()), squares / free)
 
 
 def underfit_bias(records: Records) -> Finding:
@@ -146,7 +58,7 @@ def underfit_variance(records: Records) -> Finding:
     kept = records.last_held_out()[1] if where == "held-out" else records.last_training()[1]
     if (first := first_states(kept)) is not None:
         evidence += (
-            f"; at the first token values miss by {first[0] ** 0.5:.2g} (root mean square), and responses to one prompt "
+            f"; at the first token values miss by {first[0] ** 0.5:.2g} (root mean square), responses to one prompt "
             f"differ by {first[1] ** 0.5:.2g}"
         )
     return Finding(evidence, confidence, _faster(records), (step, step))
@@ -205,13 +117,14 @@ def oscillation(records: Records) -> Finding:
         f"{returns.start.value:.3g} in the first third of the steps, {returns.end.value:.3g} in the last"
     )
     rate = records.config.critic.learning_rate
-    remedy = f"critic.learning_rate = {rate / 10:g}  # or ppo.rollout_batch_size = {2 * records.config.ppo.rollout_batch_size}"
+    rows = 2 * records.config.ppo.rollout_batch_size
+    remedy = f"critic.learning_rate = {rate / 10:g}  # or ppo.rollout_batch_size = {rows}"
     return Finding(evidence, confidence, remedy, late.all_steps)
 
 
 def spike(records: Records) -> Finding:
     """The value loss jumps once, or is no number any more."""
-    if any(word in records.failure for word in ("critic", "value")) and "finite" in records.failure:
+    if records.stopped_by_numbers_of("critic"):
         step = records.last_step
         remedy = f"critic.learning_rate = {records.config.critic.learning_rate / 10:g}  # and ppo.score_clip = 5.0"
         return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (step, step + 1))
@@ -224,9 +137,9 @@ def spike(records: Records) -> Finding:
     step = loss.steps[at + 1]
     row = next(row for row in records.rows if row["step"] == step)
     evidence = (
-        f"at step {step} the value loss is {loss.values[at + 1]:.3g}, {numpy.exp(changes[at]):.3g} times that of the step "
-        f"before (limit {JUMPS:g}; usual change {numpy.exp(usual):.2g}); scores from {row['score_raw_min']:.3g} to "
-        f"{row['score_raw_max']:.3g}, the critic's gradient norm {row.get('critic_grad_norm', float('nan')):.3g}"
+        f"at step {step} the value loss is {loss.values[at + 1]:.3g}, {numpy.exp(changes[at]):.3g} times that of the "
+        f"step before (limit {JUMPS:g}; usual change {numpy.exp(usual):.2g}); scores from {row['score_raw_min']:.3g} "
+        f"to {row['score_raw_max']:.3g}, the critic's gradient norm {row.get('critic_grad_norm', float('nan')):.3g}"
     )
     remedy = "ppo.score_clip = 5.0  # scores that are far out; else critic.learning_rate = " + (
         f"{records.config.critic.learning_rate / 10:g}"
@@ -244,17 +157,13 @@ def overfit(records: Records) -> Finding:
     gap = explained[0].minus(explained[1])
     confidence = min(rank_gap.above(MEMORISED), gap.above(MEMORISED))
     evidence = (
-        f"training rollout of step {at}: Spearman {rank_correlation(own):.2f}, explained {explained[0].value:.2f}; held-out rollout "
-        f"of step {step}: {rank_correlation(held):.2f} and {explained[1].value:.2f} (gaps {rank_gap.value:.2f} of Fisher's z and "
-        f"{gap.value:.2f}, limit {MEMORISED})"
+        f"training rollout of step {at}: Spearman {rank_correlation(own):.2f}, explained {explained[0].value:.2f}; "
+        f"held-out rollout of step {step}: {rank_correlation(held):.2f} and {explained[1].value:.2f} (gaps "
+        f"{rank_gap.value:.2f} of Fisher's z and {gap.value:.2f}, limit {MEMORISED})"
     )
     epochs = records.config.ppo.num_epochs
     fewer = f"ppo.num_epochs = {max(1, epochs // 2)}" if epochs > 1 else "critic.weight_decay = 0.1"
     return Finding(evidence, confidence, f"{fewer}  # and more prompts in data.prompts", (at, step))
-
-
-def rank_correlation(fit: Fit) -> float:
-    return spearman(torch.from_numpy(fit.values), torch.from_numpy(fit.returns))
 
 
 def length_bias(records: Records) -> Finding:
@@ -288,20 +197,6 @@ def trunk_drift(records: Records) -> Finding:
     return Finding(evidence, float(now > DRIFT), remedy, drift.all_steps)
 
 
-def trunk_conflict(records: Records) -> Finding:
-    """Actor and critic pull the shared layers apart."""
-    if not records.config.trunk.train:
-        raise CannotJudge("the trunk is not trained (trunk.train = false)")
-    cosine = records.series("trunk_gradient_cosine")
-    confidence = cosine.end.below(-CONFLICT)
-    evidence = (
-        f"cosine between the actor's and the critic's gradient of the trunk {cosine.end.value:.2f} ± "
-        f"{cosine.end.error:.2f} in steps {cosine.end_steps[0]} to {cosine.end_steps[1]} (limit -{CONFLICT})"
-    )
-    remedy = f"trunk.critic_grad_scale = {records.config.trunk.critic_grad_scale / 5:g}  # or trunk.alternate = 2"
-    return Finding(evidence, confidence, remedy, cosine.end_steps)
-
-
 _ROLLOUT = "The newest held-out rollout (of training, where none is held out), e = return - value token by token; "
 _GROUPS = "the standard error s leaves out each of ten groups of responses (jackknife)"
 
@@ -310,7 +205,7 @@ DIAGNOSES = (
         "critic underfit: bias",
         "critic",
         "ill",
-        "Values are systematically off, all of them or with the length of the response: advantages point the wrong way.",
+        "Values are systematically off, all of them or with the length of the response: advantages point elsewhere.",
         f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a straight line in value and length leaves of e; "
         f"{_GROUPS}. Confidence Phi((x - {SYSTEMATIC}) / s).",
         "Raise `critic.learning_rate` or `critic.warmup_rollouts`.",
@@ -388,15 +283,5 @@ DIAGNOSES = (
         f"trunk_drift of the last row is above {DRIFT:.0%}: a fact, confidence 1. With `trunk.train` only.",
         "Lower `trunk.lr_scale`.",
         trunk_drift,
-    ),
-    Diagnosis(
-        "trunk conflict",
-        "critic",
-        "warning",
-        "Actor and critic pull the shared layers in opposite directions.",
-        f"Level of trunk_gradient_cosine in the last third of the steps; confidence that it is below -{CONFLICT}. With "
-        "`trunk.train` only.",
-        "Lower `trunk.critic_grad_scale`, or set `trunk.alternate`.",
-        trunk_conflict,
     ),
 )

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.diagnostics.doctor import critic, policy, reward, system
+from fourfold.diagnostics.doctor import critic, divergence, policy, reward, system
 from fourfold.diagnostics.doctor.healthy import healthy
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, read_records
 from fourfold.diagnostics.doctor.verdict import SEVERITIES, Diagnosis, Family, Finding, Unjudged, Verdict
 
 FAMILIES: dict[Family, tuple[Diagnosis, ...]] = {
     "critic": critic.DIAGNOSES,
-    "policy": policy.DIAGNOSES,
+    "policy": (*policy.DIAGNOSES, *divergence.DIAGNOSES),
     "reward": reward.DIAGNOSES,
     "system": system.DIAGNOSES,
 }

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fourfold.diagnostics.doctor import critic
+from fourfold.diagnostics.doctor.critic import EXPLAINED
+from fourfold.diagnostics.doctor.fit import newest_fit, over_rows, rank_correlation
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.verdict import CONFIDENT, Family, Finding, Verdict
 
 
 def _critic(records: Records) -> Finding:
-    step, fit, where = critic.newest_fit(records)
-    explained = critic.over_rows(fit, "explained")
+    step, fit, where = newest_fit(records)
+    explained = over_rows(fit, "explained")
     evidence = (
-        f"{where} rollout of step {step}: values explain {explained.value:.2f} ± {explained.error:.2f} of the variance of "
-        f"returns; Spearman {critic.rank_correlation(fit):.2f}"
+        f"{where} rollout of step {step}: values explain {explained.value:.2f} ± {explained.error:.2f} of the variance "
+        f"of returns; Spearman {rank_correlation(fit):.2f}"
     )
-    confidence = explained.above(critic.EXPLAINED)
+    confidence = explained.above(EXPLAINED)
     if confidence < CONFIDENT:
         raise CannotJudge(f"{evidence}: too little to call it healthy, too uncertain to call it ill")
     return Finding(evidence, confidence, "", (step, step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,10 @@ class Records:
             except (ValueError, OSError) as error:
                 raise CannotJudge(str(error)) from error
         return self._read[files, step]
+
+    def stopped_by_numbers_of(self, role: str) -> bool:
+        """Whether the run stopped because a loss, gradient, weight or output of a role was NaN or infinite."""
+        return role in self.failure and re.search(r"\b(nan|inf|finite)\b", self.failure) is not None
 
     @property
     def last_step(self) -> int:

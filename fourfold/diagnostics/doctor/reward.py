@@ -37,9 +37,8 @@ def saturation(records: Records) -> Finding:
     at_top = share(int((scores >= top - tolerance).sum()), len(scores))
     held = share(int((numpy.abs(scores) >= clip).sum()), len(scores)) if clip else Estimate(0.0, 0.0)
     evidence = f"step {step}: {at_top.value:.0%} of the responses have the highest score, {top:.3g} (limit {SAME:.0%})"
-    remedy = "ppo.kl_coef = {:g}  # there is nothing more to gain; or take a reward that goes on".format(
-        2 * records.config.ppo.kl_coef or 0.05
-    )
+    coef = 2 * records.config.ppo.kl_coef or 0.05
+    remedy = f"ppo.kl_coef = {coef:g}  # there is nothing more to gain; or take a reward that goes on"
     confidence = at_top.above(SAME)
     if clip and held.above(CLIPPED) > confidence:
         confidence = held.above(CLIPPED)
@@ -143,8 +142,8 @@ DIAGNOSES = (
         "reward saturation",
         "reward",
         "warning",
-        "Nearly all responses get one and the same highest score, or are held by the clip: differences that could teach "
-        "do not show.",
+        "Nearly all responses get one and the same highest score, or are held by the clip: differences that could "
+        "teach do not show.",
         f"Newest training rollout: share of responses with the highest score, limit {SAME:.0%}; share held by "
         f"`ppo.score_clip`, limit {CLIPPED:.0%}. The larger of the two confidences.",
         "Stop here, or take a reward that goes on; raise `ppo.score_clip`.",
@@ -156,8 +155,8 @@ DIAGNOSES = (
         "warning",
         "Single scores are so far from all others that they decide what critic and actor learn.",
         "x = the largest distance of score_raw_min or score_raw_max of a row from the median of the scores of all kept "
-        f"rollouts, in their spread; s = x / sqrt(2 n) for n scores. Confidence that x is above {FAR:g}. Not named where "
-        "`ppo.score_clip` holds them.",
+        f"rollouts, in their spread; s = x / sqrt(2 n) for n scores. Confidence that x is above {FAR:g}. Not named "
+        "where `ppo.score_clip` holds them.",
         "Set `ppo.score_clip`.",
         outliers,
     ),

@@ -75,6 +75,19 @@ def mean(x: ArrayLike) -> Estimate:
     return Estimate(float(numbers.mean()), error)
 
 
+def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Estimate:
+    """sum x / sum n over B independent rows (Cochran 1977, 6.3).
+
+    The error is sqrt(B / (B - 1) sum (x_i - ratio n_i)^2) / sum n.
+    """
+    x, n = (numpy.asarray(v, dtype=numpy.float64) for v in (numerators, denominators))
+    found, rows = float(x.sum() / n.sum()), len(x)
+    if rows < 2:
+        return Estimate(found, math.inf)
+    left = x - found * n
+    return Estimate(found, math.sqrt(rows / (rows - 1) * float(left @ left)) / float(n.sum()))
+
+
 def share(count: int, total: int) -> Estimate:
     """A share of `total` cases, with the error of (count + 1) / (total + 2) (Laplace), which is never 0."""
     p = (count + 1) / (total + 2)

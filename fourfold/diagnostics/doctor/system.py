@@ -72,8 +72,8 @@ def overflow(records: Records) -> Finding:
     late, epochs = skipped.values[-skipped.third :], records.config.ppo.updates_a_rollout
     part = level(late / epochs)
     evidence = (
-        f"{part.value:.0%} of the optimizer steps were skipped in steps {skipped.end_steps[0]} to {skipped.end_steps[1]} "
-        f"(limit {OVERFLOWS:.0%}); the loss scale is {records.rows[-1].get('loss_scale', 0):g}"
+        f"{part.value:.0%} of the optimizer steps were skipped in steps {skipped.end_steps[0]} to "
+        f"{skipped.end_steps[1]} (limit {OVERFLOWS:.0%}); the loss scale is {records.rows[-1].get('loss_scale', 0):g}"
     )
     remedy = "precision.compute = 'bfloat16'  # the range of float32; or lower learning rates"
     return Finding(evidence, part.above(OVERFLOWS), remedy, skipped.end_steps)
@@ -139,7 +139,8 @@ DIAGNOSES = (
         "system",
         "warning",
         "float16 rounds gradients to 0.",
-        f"Level of gradient_underflow_fraction in the last third of the steps; confidence that it is above {UNDERFLOWS}.",
+        f"Level of gradient_underflow_fraction in the last third of the steps; confidence that it is above "
+        f"{UNDERFLOWS}.",
         "Raise `precision.loss_scale`, or `precision.compute` = 'bfloat16'.",
         underflow,
     ),

@@ -1,0 +1,100 @@
+"""Values of the critic against returns, on a kept rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from fourfold.algorithms.statistics import spearman
+from fourfold.batch import Experience
+from fourfold.diagnostics.doctor.records import CannotJudge, Records
+from fourfold.diagnostics.doctor.robust import Estimate, Numbers, jackknife, least_squares
+
+FEWEST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Values against returns of a kept rollout, token by token; `row` says which response a token belongs to."""
+
+    values: Numbers
+    returns: Numbers
+    lengths: Numbers
+    row: Numbers
+    rows: int
+
+    @classmethod
+    def of(cls, kept: Experience) -> Fit:
+        """CannotJudge for a few responses, or for returns that are all alike."""
+        mask, rows = kept.response_mask, len(kept.sequences)
+        if rows < FEWEST_ROWS:
+            raise CannotJudge(f"the kept rollout has {rows} responses; {FEWEST_ROWS} are needed")
+        row = torch.arange(rows)[:, None].expand_as(mask)[mask].numpy()
+        values, returns = (tensor[mask].double().numpy() for tensor in (kept.values, kept.returns))
+        if float(returns.std()) < 1e-9:
+            raise CannotJudge("all returns of the kept rollout are alike")
+        return cls(values, returns, kept.lengths.double().numpy()[row], row, rows)
+
+    def chosen(self, rows: Numbers) -> Fit:
+        """Of these responses only."""
+        keep = numpy.isin(self.row, rows)
+        return Fit(self.values[keep], self.returns[keep], self.lengths[keep], self.row[keep], len(rows))
+
+    @property
+    def explained(self) -> float:
+        """1 - mean (return - value)^2 / variance of returns: unlike explained variance it counts an offset."""
+        return 1.0 - float(((self.returns - self.values) ** 2).mean()) / float(self.returns.var())
+
+    @property
+    def systematic(self) -> float:
+        """Mean square of what a straight line in value and length finds of return - value, over var(return).
+
+        What is left is scatter: noise of the returns, or of values that follow nothing.
+        """
+        error = self.returns - self.values
+        _, left = least_squares(error, [self.values, self.lengths])
+        return float((error**2).mean() - (left**2).mean()) / float(self.returns.var())
+
+    @property
+    def by_row(self) -> Fit:
+        """Means over each response."""
+        count = numpy.bincount(self.row, minlength=self.rows)
+        value, got, length = (
+            numpy.bincount(self.row, numbers, self.rows) / count
+            for numbers in (self.values, self.returns, self.lengths)
+        )
+        return Fit(value, got, length, numpy.arange(self.rows), self.rows)
+
+
+def newest_fit(records: Records) -> tuple[int, Fit, str]:
+    """Of the newest held-out rollout, or of the newest training rollout where none is held out."""
+    try:
+        step, kept = records.last_held_out()
+        return step, Fit.of(kept), "held-out"
+    except CannotJudge:
+        step, kept = records.last_training()
+        return step, Fit.of(kept), "training"
+
+
+def over_rows(fit: Fit, name: str) -> Estimate:
+    return jackknife(fit.rows, lambda rows: getattr(fit.chosen(rows), name))
+
+
+def first_states(kept: Experience) -> tuple[float, float] | None:
+    """At the first token: mean square of return - value, and of returns around their prompt's mean (unbiased).
+
+    The second is what no value of the prompt can know; None where no prompt has two responses.
+    """
+    returns, values = kept.returns[:, 0].double(), kept.values[:, 0].double()
+    squares, free = 0.0, 0
+    for prompt in kept.prompt_id.unique():
+        of_prompt = returns[kept.prompt_id == prompt]
+        squares += float((of_prompt - of_prompt.mean()).square().sum())
+        free += len(of_prompt) - 1
+    return None if free == 0 else (float((returns - values).square().mean()), squares / free)
+
+
+def rank_correlation(fit: Fit) -> float:
+    return spearman(torch.from_numpy(fit.values), torch.from_numpy(fit.returns))
