@@ -94,14 +94,16 @@ def share_of_a(prompts: list[str], responses: list[str]) -> list[float]:
     return [10 * text.count("a") / max(1, len(text)) for text in responses]
 
 
-def seldom(prompts: list[str], responses: list[str]) -> list[float]:
-    """20 for one response in sixteen, 0 for all others."""
-    return [20.0 * (zlib.crc32(text.encode()) % 16 == 0) for text in responses]
+def restless(prompts: list[str], responses: list[str]) -> list[float]:
+    """A scorer whose scale is another one in every other call."""
+    global calls
+    calls += 1
+    return [number * (6 if calls % 2 else 1) for number in healthy(prompts, responses)]
 
 
 def almost_all_right(prompts: list[str], responses: list[str]) -> list[float]:
-    """1, unless the response is empty."""
-    return [float(len(text) > 0) for text in responses]
+    """1 for 15 responses of 16."""
+    return [float(zlib.crc32(text.encode()) % 16 > 0) for text in responses]
 
 
 def none_for_some(prompts: list[str], responses: list[str]) -> list[float | None]:
@@ -117,6 +119,18 @@ def slow(prompts: list[str], responses: list[str]) -> list[float]:
 
     time.sleep(1.0)
     return healthy(prompts, responses)
+
+
+def write_pairs(folder: Path, count: int = 24, held_out: int = 60) -> Tree:
+    """Pairs of texts of which a coin has chosen one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn, lines = random.Random(1), sentences()
+    texts = [(" " + line[start : start + 24]) for line in lines for start in (0, 8, 16)]
+    rows = [dict(zip(("chosen", "rejected"), drawn.sample(texts, 2), strict=True)) for _ in range(count + held_out)]
+    for name, some in (("pairs", rows[:count]), ("pairs_test", rows[count:])):
+        lines = [json.dumps({"prompt": "the", **row}) + "\n" for row in some]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {name: {"path": str(folder / f"{name}.jsonl")} for name in ("pairs", "pairs_test")}
 
 
 def write_prompts(folder: Path, count: int = 400, held_out: int = 16) -> Tree:
@@ -190,6 +204,25 @@ def only_the_best(logits: torch.Tensor) -> torch.Tensor:
     """Top-k sampling with k = 20."""
     edge = logits.topk(20, dim=1).values[:, -1:]
     return logits.masked_fill(logits < edge, -torch.inf)
+
+
+@contextlib.contextmanager
+def old_log_probs_at(temperature: float) -> Iterator[None]:
+    """From the second step on the log-probs of the policy that sampled are taken at another temperature."""
+    real = LocalSampler.generate
+
+    def generate(self: LocalSampler, prompts: Any, *, policy_version: int) -> Any:
+        rollout, activations = real(self, prompts, policy_version=policy_version)
+        if policy_version > 0:
+            self._settings = replace(self._settings, temperature=temperature)
+            with torch.no_grad():
+                rollout = replace(rollout, log_probs=self._training_log_probs(activations, rollout))
+            self._settings = replace(self._settings, temperature=1.0)
+        return rollout, activations
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalSampler, "generate", generate)
+        yield
 
 
 @contextlib.contextmanager

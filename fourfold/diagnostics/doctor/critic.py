@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import numpy
 
-from fourfold.diagnostics.doctor.fit import Fit, first_states, newest_fit, over_rows, rank_correlation
+from fourfold.diagnostics.doctor.fit import ALIKE, Fit, first_states, newest_fit, over_rows, rank_correlation
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, Series
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
@@ -27,14 +30,25 @@ OSCILLATES, JUMPS = 3.0, 10.0
 # Fisher's z of the training correlation less that of the held-out one; and the same of explained variance.
 MEMORISED = 0.3
 LENGTH = 0.5
+# Variance of returns of responses to one prompt, in parts of what values miss at the first token.
+NOISE = 0.8
 DRIFT = 0.1
+
+
+def _on_both(records: Records, judge: Callable[[Fit], float]) -> float:
+    """The smaller confidence of newest held-out and training rollout: what is ill on one alone is no underfit."""
+    found = []
+    for newest in (records.last_held_out, records.last_training):
+        with contextlib.suppress(CannotJudge):
+            found.append(judge(Fit.of(newest()[1])))
+    return min(found)
 
 
 def underfit_bias(records: Records) -> Finding:
     """Systematically off: too high or low, or by length."""
     step, fit, where = newest_fit(records)
     found = over_rows(fit, "systematic")
-    confidence = found.above(SYSTEMATIC)
+    confidence = _on_both(records, lambda fit: over_rows(fit, "systematic").above(SYSTEMATIC))
     error, usual = fit.returns - fit.values, float(fit.returns.std())
     (offset, slope, by_length), _ = least_squares(fit.returns, [fit.values, fit.lengths])
     evidence = (
@@ -49,19 +63,26 @@ def underfit_variance(records: Records) -> Finding:
     """Explains next to nothing, without being off on the whole."""
     step, fit, where = newest_fit(records)
     explained, systematic = over_rows(fit, "explained"), over_rows(fit, "systematic")
-    confidence = min(explained.below(EXPLAINED), systematic.below(SYSTEMATIC))
+    confidence = _on_both(
+        records,
+        lambda fit: min(over_rows(fit, "explained").below(EXPLAINED), over_rows(fit, "systematic").below(SYSTEMATIC)),
+    )
     evidence = (
         f"{where} rollout of step {step}: values explain {explained.value:.2f} ± {explained.error:.2f} of the variance "
         f"of returns (limit {EXPLAINED}), of which {systematic.value:.2f} could be had by a straight line in value and "
         f"length; values spread by {fit.values.std():.2g}, returns by {fit.returns.std():.2g}"
     )
+    remedy = _faster(records)
     kept = records.last_held_out()[1] if where == "held-out" else records.last_training()[1]
     if (first := first_states(kept)) is not None:
         evidence += (
             f"; at the first token values miss by {first[0] ** 0.5:.2g} (root mean square), responses to one prompt "
             f"differ by {first[1] ** 0.5:.2g}"
         )
-    return Finding(evidence, confidence, _faster(records), (step, step))
+        if first[1] > NOISE * first[0]:
+            more = 2 * records.config.sampling.responses_per_prompt
+            remedy = f"sampling.responses_per_prompt = {more}  # returns differ as much without any other prompt"
+    return Finding(evidence, confidence, remedy, (step, step))
 
 
 def _faster(records: Records) -> str:
@@ -73,13 +94,19 @@ def _faster(records: Records) -> str:
     return "ppo.rollout_batch_size = " + str(2 * records.config.ppo.rollout_batch_size) + "  # more returns a step"
 
 
+def _scores_differ(records: Records) -> None:
+    """CannotJudge where in most steps all responses had one score: what the value loss then does says nothing."""
+    spreads = records.series("score_std", 1)
+    if numpy.median(spreads.values) <= ALIKE:
+        raise CannotJudge("in most steps all responses have the same score: there is nothing for a critic to know")
+
+
 def plateau(records: Records) -> Finding:
     """Neither good nor getting better."""
     explained = records.series("explained_variance", 9)
     start, end = explained.start, explained.end
     gain = end.minus(start)
-    if records.series("return_std").end.value < 1e-9:
-        raise CannotJudge("all returns are alike")
+    _scores_differ(records)
     confidence = min(end.below(EXPLAINED), gain.below(GAIN))
     loss = records.series("value_loss_per_token")
     evidence = (
@@ -105,6 +132,7 @@ def _log_changes(series: Series) -> Numbers:
 
 def oscillation(records: Records) -> Finding:
     """The value loss jumps up and down."""
+    _scores_differ(records)
     loss = records.series("value_loss_per_token", 9)
     late = Series(loss.name, loss.steps[loss.third :], loss.values[loss.third :])
     sizes = numpy.abs(_log_changes(late))
@@ -128,6 +156,7 @@ def spike(records: Records) -> Finding:
         step = records.last_step
         remedy = f"critic.learning_rate = {records.config.critic.learning_rate / 10:g}  # and ppo.score_clip = 5.0"
         return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (step, step + 1))
+    _scores_differ(records)
     loss = records.series("value_loss_per_token")
     changes = _log_changes(loss)
     at = int(changes.argmax())
@@ -197,7 +226,7 @@ def trunk_drift(records: Records) -> Finding:
     return Finding(evidence, float(now > DRIFT), remedy, drift.all_steps)
 
 
-_ROLLOUT = "The newest held-out rollout (of training, where none is held out), e = return - value token by token; "
+_ROLLOUT = "Newest held-out and newest training rollout, e = return - value token by token; "
 _GROUPS = "the standard error s leaves out each of ten groups of responses (jackknife)"
 
 DIAGNOSES = (
@@ -207,7 +236,7 @@ DIAGNOSES = (
         "ill",
         "Values are systematically off, all of them or with the length of the response: advantages point elsewhere.",
         f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a straight line in value and length leaves of e; "
-        f"{_GROUPS}. Confidence Phi((x - {SYSTEMATIC}) / s).",
+        f"{_GROUPS}. Confidence Phi((x - {SYSTEMATIC}) / s), the smaller of both rollouts.",
         "Raise `critic.learning_rate` or `critic.warmup_rollouts`.",
         underfit_bias,
     ),
@@ -218,7 +247,7 @@ DIAGNOSES = (
         "Values explain next to nothing of the returns without being off on the whole: advantages are as noisy as "
         "returns. The evidence says how far responses to one prompt differ: that no value of the prompt can know.",
         f"{_ROLLOUT}x = 1 - mean e^2 / var(return); {_GROUPS}. The smaller of Phi(({EXPLAINED} - x) / s) and of the "
-        f"confidence that what is systematic is below {SYSTEMATIC}.",
+        f"confidence that what is systematic is below {SYSTEMATIC}, on both rollouts.",
         "Raise `critic.learning_rate`, `critic.warmup_rollouts` or `ppo.rollout_batch_size`.",
         underfit_variance,
     ),

@@ -12,7 +12,7 @@ from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
 from fourfold.diagnostics.kept import sums
 
 # KL of a response, nats, and of a token.
-KL_SEQUENCE, KL_TOKEN = 15.0, 0.5
+KL_SEQUENCE, KL_TOKEN, ANY_TOKEN = 15.0, 0.5, 1.0
 OVER_TARGET = 2.0
 # KL below 0, nats a token.
 NEGATIVE = 0.01
@@ -44,11 +44,12 @@ def kl_runaway(records: Records) -> Finding:
     if whole.name.startswith("kl_k3"):
         lengths = records.series("response_length_mean")
         per_token = level(whole.values[-whole.third :] / lengths.values[-whole.third :])
-    confidence = min(whole.end.above(limit), per_token.above(KL_TOKEN), whole.end.minus(whole.start).above(0.0))
+    far = max(min(whole.end.above(limit), per_token.above(KL_TOKEN)), per_token.above(ANY_TOKEN))
+    confidence = min(far, whole.end.minus(whole.start).above(0.0))
     evidence = (
         f"KL to the reference {whole.start.value:.3g} -> {whole.end.value:.3g} nats a response (limit {limit:g}), "
-        f"{per_token.value:.2g} a token (limit {KL_TOKEN}), from the first to the last third of the steps; kl_coef "
-        f"{records.rows[-1]['kl_coef']:g}"
+        f"{per_token.value:.2g} a token (limit {KL_TOKEN}, by itself {ANY_TOKEN:g}), from the first to the last third "
+        f"of the steps; kl_coef {records.rows[-1]['kl_coef']:g}"
     )
     remedy = more_kl(records)
     if ppo.kl_controller == "adaptive":
@@ -169,9 +170,9 @@ DIAGNOSES = (
         "policy",
         "ill",
         "The actor leaves the reference further and further behind.",
-        f"The larger of kl_per_sequence_mean and kl_k3_per_sequence_mean in the last third of the steps: the smallest "
-        f"confidence of above {KL_SEQUENCE:g} nats ({OVER_TARGET:g} x `ppo.kl_target` under the adaptive controller), "
-        f"above {KL_TOKEN} nats a token, and above the first third.",
+        f"The larger of kl_per_sequence_mean and kl_k3_per_sequence_mean in the last third of the steps: confidence "
+        f"of above {KL_SEQUENCE:g} nats ({OVER_TARGET:g} x `ppo.kl_target` under the adaptive controller) and "
+        f"{KL_TOKEN} nats a token, or of above {ANY_TOKEN:g} nats a token; and of above the first third.",
         "Raise `ppo.kl_coef`, or shorten `ppo.kl_horizon` of the adaptive controller.",
         kl_runaway,
     ),

@@ -13,6 +13,8 @@ from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.robust import Estimate, Numbers, jackknife, least_squares
 
 FEWEST_ROWS = 8
+# Scores that differ by less than this part of themselves are one score.
+ALIKE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Fit:
 
     values: Numbers
     returns: Numbers
-    lengths: Numbers
+    lengths: Numbers  # tokens of the response so far: what the state knows of its length
     row: Numbers
     rows: int
 
@@ -33,8 +35,8 @@ class Fit:
             raise CannotJudge(f"the kept rollout has {rows} responses; {FEWEST_ROWS} are needed")
         row = torch.arange(rows)[:, None].expand_as(mask)[mask].numpy()
         values, returns = (tensor[mask].double().numpy() for tensor in (kept.values, kept.returns))
-        if float(returns.std()) < 1e-9:
-            raise CannotJudge("all returns of the kept rollout are alike")
+        if float(kept.scores.std()) <= ALIKE * (1 + float(kept.scores.abs().max())):
+            raise CannotJudge("all scores of the kept rollout are alike: there is nothing for a critic to know")
         return cls(values, returns, kept.lengths.double().numpy()[row], row, rows)
 
     def chosen(self, rows: Numbers) -> Fit:

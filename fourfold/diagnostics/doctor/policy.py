@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy
 
 from fourfold.algorithms.statistics import distinct_n
 from fourfold.batch import Experience
 from fourfold.diagnostics.doctor.divergence import more_kl, per_token
 from fourfold.diagnostics.doctor.records import Records
-from fourfold.diagnostics.doctor.robust import Estimate, jackknife, level, mean, spread
+from fourfold.diagnostics.doctor.robust import Estimate, jackknife, level, mean, share, spread
 from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
 from fourfold.diagnostics.kept import response_tokens
 
-# Reward hacking: rise of the score in its own spread; fall of distinct pairs and of the judge; move of the reference's
-# log-prob, nats a token.
-RISE, LESS_DISTINCT, STRANGE, WORSE = 0.5, 0.25, 1.0, 0.1
+# Reward hacking: rise of the score in its own spread; fall of distinct pairs, rise of the commonest response; move of
+# the reference's log-prob, nats a token; fall of the judge.
+RISE, LESS_DISTINCT, SAME, STRANGE, WORSE = 0.5, 0.25, 0.25, 1.0, 0.1
 # Entropy that is left, in parts of the start's.
 ENTROPY_LEFT = 0.3
 RATIO, CLIPPED = 0.1, 0.35
@@ -32,7 +34,7 @@ def reward_hacking(records: Records) -> Finding:
     rise = mean(end.scores.double().numpy()).minus(mean(start.scores.double().numpy()))
     unit = spread(start.scores.double().numpy()) or 1.0
     rise = Estimate(rise.value / unit, rise.error / unit)
-    signs = [_repetition(start, end), _log_prob(start, end)]
+    signs = [_repetition(start, end), _sameness(start, end), _log_prob(start, end)]
     judged = records.evaluation("eval_judge_mean")
     if len(judged) > 1:
         fall = Estimate(judged[0][1] - judged[-1][1], 0.5 * (2 / len(end.sequences)) ** 0.5)
@@ -54,6 +56,17 @@ def _repetition(start: Experience, end: Experience) -> tuple[float, str]:
         f"{LESS_DISTINCT:.0%} less)"
     )
     return lost.above(LESS_DISTINCT), said
+
+
+def _sameness(start: Experience, end: Experience) -> tuple[float, str]:
+    before, after = (_commonest(kept) for kept in (start, end))
+    said = f"the most frequent response went from {before.value:.0%} to {after.value:.0%} of all (limit +{SAME:.0%})"
+    return after.minus(before).above(SAME), said
+
+
+def _commonest(kept: Experience) -> Estimate:
+    counted = Counter(map(tuple, response_tokens(kept)))
+    return share(max(counted.values()), len(kept.sequences))
 
 
 def _distinct(kept: Experience) -> Estimate:
@@ -138,6 +151,7 @@ DIAGNOSES = (
         "The score rises while something that it does not look at gets worse: the reward is exploited.",
         "Oldest against newest held-out rollout: rise of the mean score in spreads of the oldest's scores, limit "
         f"{RISE}; and the surest of: different pairs of neighbouring tokens fell by {LESS_DISTINCT:.0%} (jackknife), "
+        f"the most frequent response has {SAME:.0%} more of all responses, "
         f"the reference's log-prob of a token moved by {STRANGE} nats either way, the judge's mean fell by {WORSE} "
         "(error 0.5 sqrt(2 / n)). The smaller of the two confidences.",
         "Raise `ppo.kl_coef`; train the reward model on more pairs.",
