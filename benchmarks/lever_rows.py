@@ -1,7 +1,7 @@
 """The rows of the table of levers in a result: made from reports, and merged, so that a table can be filled in pieces.
 
-A lever's figures are called "<lever>: <what>". Each row says of itself when, of which commit and in how many rounds it
-was measured; the result itself says so of the last ones.
+A lever's figures are called "<lever>: <what>". Each row says of itself when, where, of which commit and in how many
+rounds it was measured; the result itself says so of the last ones.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def merged(earlier: Result | None, found: Result, order: Sequence[str]) -> Resul
     """`found` with those rows of `earlier` that it has not measured anew; rows of levers that `order` lacks go."""
     if earlier is None:
         return found
-    rows = {**earlier.config["levers"], **found.config["levers"]}
+    where = {"hardware": earlier.hardware}  # of rows that do not say
+    kept = {name: {**where, **about} for name, about in earlier.config["levers"].items()}
+    rows = {**kept, **found.config["levers"]}
     rows = {name: rows[name] for name in order if name in rows}
     sides = {**earlier.config["sides"], **found.config["sides"]}
     sides = {name: sides[name] for name in (PLAIN, *rows) if name in sides}

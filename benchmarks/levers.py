@@ -1,11 +1,11 @@
 """What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
 `python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one, or several, and keeps the rows of the
-others that were measured on this hardware. A lever whose package is not installed, or that runs on a GPU only, is left
-out. Levers come from planner/levers.py with their settings, their baselines and what they promise: an exact one must
-leave actor and critic bit for bit as they are without it. How far the others change an update is measured on its first,
-in which both sides learn from the responses that the side without the lever has drawn (benchmarks/replay.py); later
-ones sample their own.
+others, each with the hardware that it was measured on. A lever whose package is not installed, or that runs on a GPU
+only, is left out. Levers come from planner/levers.py with their settings, their baselines and what they promise: an
+exact one must leave actor and critic bit for bit as they are without it. How far the others change an update is
+measured on its first, in which both sides learn from the responses that the side without the lever has drawn
+(benchmarks/replay.py); later ones sample their own.
 """
 
 from __future__ import annotations
@@ -99,13 +99,14 @@ def result(
         for name, run in ((name, reports[name][0]) for name in told if name in reports)
     }
     found, rows = [], {}
-    measured = {"date": today(), "commit": commit(), "versions": next(iter(reports.values()))[0].versions}
+    versions = next(iter(reports.values()))[0].versions
+    measured: dict[str, Any] = {"date": today(), "hardware": hardware(), "commit": commit(), "versions": versions}
     for each in subjects:
         against = each.without.name
         found += figures_of(each.name, each.change, against, reports[each.name], reports[against])
         rows[each.name] = row_of(each.change, against, args) | measured
     config = {**_shape(args), "sides": sides, "levers": rows}
-    return Result(name="levers", hardware=hardware(), config=config, figures=tuple(found), **measured)
+    return Result(name="levers", config=config, figures=tuple(found), **measured)
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     absent = [each.name for each in LEVERS if each.package and importlib.util.find_spec(each.package) is None]
     chosen = own.lever or [name for name in order if name not in absent]
     subjects = [each for each in SUBJECTS if each.name in chosen]
-    earlier = newest("levers", hardware())
+    earlier = newest("levers")
     if not args.dry and (problem := conflict(earlier, _shape(args), [each.name for each in subjects])):
         parser.error(problem)
     sides = {side.name: side for each in subjects for side in (each.without, each.having)}

@@ -178,8 +178,18 @@ def scene_of(case: Case, folder: Path, lengths: Lengths, cluster: Cluster) -> Sc
 
 def predict(case: Case, folder: Path, lengths: Lengths) -> Footprint:
     """The planner's bill of the same run."""
-    device = Device("this machine", "cpu", 1, 1.0, {"float32": 1.0})
-    return footprint(scene_of(case, folder, lengths, Cluster(Node(device))))
+    return footprint(scene_of(case, folder, lengths, Cluster(Node(this_cpu()))))
+
+
+def this_cpu() -> Device:
+    """The types that it multiplies, which is all that its bytes depend on."""
+    import torch
+
+    from fourfold.algorithms.products import product_dtype
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    rates = {name: 1.0 for name, dtype in known.items() if product_dtype("cpu", dtype) == dtype}
+    return Device("this machine", "cpu", 1, 1.0, rates)
 
 
 def tensors(bill: Footprint, moment: Moment) -> int:

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import (
-    FOLDER,
     ROOT,
     Figure,
     Result,
     commit,
     hardware,
+    newest,
     number,
     origin,
-    read_results,
+    stamp_of,
     today,
     versions,
     write_result,
@@ -50,7 +50,6 @@ UNITS = {
 }
 
 
-STAMP = ("date", "hardware", "commit", "versions")
 TARGETS = {"max-savings: tensors": "<= 358.4"}  # 0.35 GiB
 
 
@@ -123,7 +122,7 @@ def merged(earlier: Result | None, found: Result) -> Result:
     """The result with the presets of the earlier one that were not measured again, and where they were."""
     if earlier is None:
         return found
-    measured = {name: getattr(earlier, name) for name in STAMP}
+    measured = stamp_of(earlier)
     new = found.config["presets"]
     kept = {
         name: {"measured": measured, **about} for name, about in earlier.config["presets"].items() if name not in new
@@ -160,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, given in presets.items()
     }
     found = Result(name="presets", config={"presets": about}, figures=tuple(figures(presets)), **stamp)  # type: ignore[arg-type]
-    earlier = next((each for each in reversed(read_results(FOLDER)) if each.name == "presets"), None)
+    earlier = newest("presets")
     print(write_result(merged(earlier, found), instead_of=earlier).relative_to(ROOT))
     return 0
 

@@ -145,16 +145,19 @@ def read_results(folder: Path = FOLDER) -> list[Result]:
     return [read_result(path) for path in sorted(folder.glob("*.json"))]
 
 
-def newest(name: str, machine: str, folder: Path = FOLDER) -> Result | None:
-    """The newest result of this name on this hardware."""
-    return next(
-        (each for each in reversed(read_results(folder)) if (each.name, each.hardware) == (name, machine)), None
-    )
+def newest(name: str, folder: Path = FOLDER) -> Result | None:
+    """The newest result of this name."""
+    return next((each for each in reversed(read_results(folder)) if each.name == name), None)
+
+
+def stamp_of(result: Result) -> dict[str, Any]:
+    """When, where and of what a result was measured, for the parts of it that outlive a result."""
+    return {name: getattr(result, name) for name in ("date", "hardware", "commit", "versions")}
 
 
 def origin(result: Result, about: Mapping[str, Any] | None = None) -> str:
     """When, where and of what a result, or the part of it that `about` tells this of, was measured."""
-    told = {name: getattr(result, name) for name in ("date", "hardware", "commit", "versions")} | dict(about or {})
+    told = stamp_of(result) | dict(about or {})
     short = told["commit"][:10] + (" with changes" if told["commit"].endswith("-dirty") else "")
     libraries = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     return f"{told['date']}, {told['hardware']}; commit {short}; {libraries}"

@@ -88,7 +88,8 @@ class Rollout:
             "prompt_mask": self.prompt_mask[:, start:],
             "sequences": self.sequences[:, start : self.prompt_length + longest],
         }
-        responses = [f.name for f in fields(self) if f.name not in kept and getattr(self, f.name).ndim > 1]
+        others = {*kept, "score_parts"}  # which has no response tokens
+        responses = [f.name for f in fields(self) if f.name not in others and getattr(self, f.name).ndim > 1]
         return replace(self, **kept, **{name: getattr(self, name)[:, :longest] for name in responses})
 
     def to(self, device: torch.device) -> Self:
@@ -99,7 +100,10 @@ class Rollout:
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True, slots=True)
 class ScoredRollout(Rollout):
-    """A rollout with the opinions of reference, critic and reward; `scores` are raw, one a sequence.
+    """A rollout with the opinions of reference, critic and reward.
+
+    `score_parts` are the raw scores of the parts of the reward, one column a part in the order of the settings (one
+    column where the reward has one source); `scores` are their weighted sum, raw too.
 
     `kl` is the per-token KL(actor, reference) by the estimator of the run. It is kept because the exact one ("full")
     cannot be derived from the two log-probs; it is the number that is penalised and the number that is logged.
@@ -111,6 +115,7 @@ class ScoredRollout(Rollout):
     values: Float32[Tensor, "batch response"]
     last_values: Float32[Tensor, "batch"]
     scores: Float32[Tensor, "batch"]
+    score_parts: Float32[Tensor, "batch dimensions"]
 
 
 @jaxtyped(typechecker=beartype)

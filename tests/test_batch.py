@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold.batch import Experience, Rollout, ScoredRollout
 
-PROMPT, RESPONSE = 3, 4
+PROMPT, RESPONSE, PARTS = 3, 4, 2
 
 
 def make_batch(stage: type[Rollout] = Experience, lengths: tuple[int, ...] = (4, 1, 2), seed: int = 0) -> Any:
@@ -29,6 +29,7 @@ def make_batch(stage: type[Rollout] = Experience, lengths: tuple[int, ...] = (4,
     }
     for name in ("last_values", "scores"):
         tensors[name] = torch.randn(rows, generator=generator)
+    tensors["score_parts"] = torch.randn(rows, PARTS, generator=generator)
     for field in fields(Experience):
         if field.name not in tensors:
             tensors[field.name] = torch.randn(rows, RESPONSE, generator=generator)
@@ -83,6 +84,15 @@ def test_any_prefix_mask_is_accepted(lengths: list[int]) -> None:
     assert make_batch(Rollout, tuple(lengths)).lengths.tolist() == lengths
 
 
+@pytest.mark.parametrize("parts", [1, 3, 6])
+def test_trimming_cuts_responses_and_leaves_every_part_of_the_score(parts: int) -> None:
+    """More parts than the longest response has tokens, too."""
+    batch = make_batch(lengths=(1, 2, 1))
+    batch = replace(batch, score_parts=torch.randn(3, parts))
+    short = batch.trimmed()
+    assert short.values.shape == (3, 2) and torch.equal(short.score_parts, batch.score_parts)
+
+
 def test_an_empty_response_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one True"):
         make_batch(Rollout, (4, 0, 2))
@@ -105,6 +115,8 @@ def test_a_response_mask_with_a_gap_is_refused() -> None:
         ("truncated", torch.zeros(3)),
         ("values", torch.zeros(3)),
         ("scores", torch.zeros(3, 1)),
+        ("score_parts", torch.zeros(3)),
+        ("score_parts", torch.zeros(2, PARTS)),
         ("advantages", torch.zeros(3, RESPONSE, dtype=torch.float64)),
     ],
 )

@@ -34,6 +34,7 @@ def make_batch(stage: type[Rollout], lengths: list[int], seed: int = 0) -> Any:
     }
     for name in ("last_values", "scores"):
         tensors[name] = torch.randn(rows, generator=generator)
+    tensors["score_parts"] = torch.randn(rows, 2, generator=generator)
     for field in fields(Experience):
         if field.name not in tensors:
             tensors[field.name] = torch.randn(rows, RESPONSE, generator=generator)
@@ -101,7 +102,8 @@ def test_any_parquet_reader_sees_list_columns_and_what_the_file_is(tmp_path: Pat
     header = header_of(path)
     assert header["stage"] == "ScoredRollout"
     assert header["policy_version_range"] == [7, 8]
-    assert header["schema_version"] == 1
+    assert table.column("score_parts").to_pylist() == batch.score_parts.tolist()
+    assert header["schema_version"] == 2
     assert len(header["sha256"]) == 64
 
 
@@ -209,12 +211,12 @@ def test_a_changed_header_is_found_too(tmp_path: Path) -> None:
         read_batch(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, None])
+@pytest.mark.parametrize("version", [1, 3, None])
 def test_another_schema_version_is_refused_with_both_versions(tmp_path: Path, version: int | None) -> None:
     path = tmp_path / "a.parquet"
     write_batch(path, make_batch(Rollout, [2, 5]))
     rewrite_header(path, schema_version=version)
-    with pytest.raises(ValueError, match=rf"a\.parquet: schema version {version}, this program reads version 1"):
+    with pytest.raises(ValueError, match=rf"a\.parquet: schema version {version}, this program reads version 2"):
         read_batch(path)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from fourfold.algorithms.products import product_dtype
 
 Entropy = Literal["none", "report", "learn"]
 # Rows of logits that exist at a time.
@@ -286,7 +287,7 @@ class _Logits:
     def __init__(self, hidden: Tensor, weight: Tensor, shape: _Shape) -> None:
         tokens, size = len(hidden), shape.chunk_tokens
         self.chunks = [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-        dtype = _product_dtype(hidden.device.type, hidden.dtype)
+        dtype = product_dtype(hidden.device.type, hidden.dtype)
         self.buffer = hidden.new_empty(min(size, tokens), len(weight), dtype=dtype)
         self.held: slice | None = None
 
@@ -365,20 +366,6 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor
 
 def _working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-@cache
-def _product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products run in: the inputs' own, unless the processor has no instructions for it.
-
-    Without them torch multiplies bfloat16 matrices 8 to 50 times slower than float32 ones (seen on an AVX2 EPYC); the
-    same numbers in float32 give the same products with less rounding.
-    """
-    if device != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return dtype
-    mkldnn = torch.ops.mkldnn
-    native = mkldnn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported()
-    return dtype if native else torch.float32
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

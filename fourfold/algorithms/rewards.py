@@ -54,6 +54,13 @@ class RunningMoments:
         return cls(int(state["count"]), float(state["mean"]), float(state["m2"]))
 
 
+def combine_scores(
+    parts: Float32[Tensor, "batch dimensions"], weights: Float32[Tensor, "dimensions"]
+) -> Float32[Tensor, "batch"]:
+    """sum_d weights_d parts_d: one score a sequence out of the raw scores of several rewards."""
+    return (parts * weights).sum(dim=1)
+
+
 def clip_scores(scores: Float32[Tensor, "batch"], bound: float) -> Float32[Tensor, "batch"]:
     """Scores limited to [-bound, bound]."""
     if bound <= 0:

@@ -18,6 +18,9 @@ from pydantic_core import PydanticUndefined
 
 from fourfold.config.schema import RunConfig
 
+# Stands in keys for a name that the user chooses, as in [reward.parts.NAME].
+NAME = "NAME"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -55,7 +58,9 @@ def tables(
         dotted = f"{key}.{name}" if key else name
         section = section_of(field.annotation)
         if section is not None:
-            inner += tables(section, dotted, NoneType in get_args(field.annotation), field.description or "")
+            named = get_origin(field.annotation) is dict
+            absent = named or NoneType in get_args(field.annotation)
+            inner += tables(section, f"{dotted}.{NAME}" if named else dotted, absent, field.description or "")
         else:
             settings.append(_setting(dotted, field))
     yield Table(key, optional, text, tuple(settings))
@@ -79,8 +84,18 @@ def all_settings() -> Mapping[str, Setting]:
     return {setting.key: setting for table in tables() for setting in table.settings}
 
 
+def described(key: str) -> str:
+    """The key under which a setting is described: what the user has named is NAME there."""
+    parts = key.split(".")
+    for end in range(1, len(parts)):
+        table = ".".join(parts[:end])
+        if any(known.startswith(f"{table}.{NAME}.") for known in all_settings()):
+            return ".".join([table, NAME, *parts[end + 1 :]])
+    return key
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation (`Section` or `Section | None`) names, or None for a plain value."""
+    """The section that an annotation (`Section`, `Section | None`, dict of sections) names, or None for a value."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

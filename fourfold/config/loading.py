@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fourfold.config.checks import ignored_keys, is_given
-from fourfold.config.describe import all_settings, tables
+from fourfold.config.describe import all_settings, described, tables
 from fourfold.config.paths import missing_packages, missing_paths
 from fourfold.config.schema import RunConfig
 
@@ -171,18 +171,19 @@ def _problems(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for details in error.errors(include_url=False):
         key = _setting_key(details["loc"])
+        known = described(key)
         if details["type"] == "value_error":
             for number, line in enumerate(details["msg"].removeprefix("Value error, ").splitlines()):
                 lines[f"{key}#{number}"] = f"{key}: {line}" if key else line
         elif details["type"] == "missing" and isinstance(details["loc"][-1], str):
-            what = settings[key].allowed if key in settings else "a table"
+            what = settings[known].allowed if known in settings else "a table"
             lines[key] = f"{key}: not given, and there is no default; allowed: {what}"
         elif details["type"] == "extra_forbidden":
             lines[key] = f"{key}: unknown key (given {_shown(details['input'])}); {_nearest(key)}"
-        elif key in settings:
-            lines.setdefault(key, f"{key}: given {_given(details)}; allowed: {settings[key].allowed}")
+        elif known in settings:
+            lines.setdefault(key, f"{key}: given {_given(details)}; allowed: {settings[known].allowed}")
         elif details["type"] == "model_type":
-            keys = [k.rpartition(".")[2] for k in settings if k.rpartition(".")[0] == key]
+            keys = [k.rpartition(".")[2] for k in settings if k.rpartition(".")[0] == described(f"{key}.")[:-1]]
             lines[key] = f"{key}: given {_given(details)}; allowed: a table with the keys {', '.join(keys)}"
         else:
             lines[key] = f"{key}: given {_given(details)}; {details['msg']}"
@@ -194,7 +195,7 @@ def _setting_key(location: tuple[int | str, ...]) -> str:
     settings = all_settings()
     parts = [str(part) for part in location]
     for end in range(1, len(parts)):
-        if ".".join(parts[:end]) in settings:
+        if described(".".join(parts[:end])) in settings:
             return ".".join(parts[:end])
     return ".".join(parts)
 
@@ -216,7 +217,9 @@ def _nearest(key: str) -> str:
     """The known key that an unknown one was most likely meant to be: in the same table first, then anywhere."""
     table, _, name = key.rpartition(".")
     prefix = f"{table}." if table else ""
-    known = [*all_settings(), *(t.key for t in tables() if t.key)]
+    general = described(prefix)
+    known = [prefix + k.removeprefix(general) if k.startswith(general) else k for k in all_settings()]
+    known += [t.key for t in tables() if t.key]
     siblings = {k.removeprefix(prefix): k for k in known if k.startswith(prefix) and "." not in k.removeprefix(prefix)}
     anywhere = {k.rpartition(".")[2]: k for k in known}
     for candidates in (siblings, anywhere):

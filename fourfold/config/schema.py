@@ -24,6 +24,7 @@ from fourfold.config.sections.models import (
     SystemSection,
     TrunkSection,
 )
+from fourfold.config.sections.parts import PartSection
 from fourfold.config.sections.running import CheckpointSection, EvaluationSection, SamplingSection, TrackingSection
 from fourfold.config.sections.training import CriticSection, OptimizerSection, PpoSection, RewardSection, SftSection
 
@@ -37,6 +38,7 @@ __all__ = [
     "MemorySection",
     "ModelSection",
     "OptimizerSection",
+    "PartSection",
     "PpoSection",
     "PrecisionSection",
     "ReferenceSection",

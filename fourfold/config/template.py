@@ -23,6 +23,7 @@ EXAMPLES: dict[str, Any] = {
     "data.prompts.path": "data/prompts.jsonl",
     "data.prompts_test.path": "data/prompts_test.jsonl",
     "ppo.target_kl": 0.05,
+    "reward.parts.NAME.source": "function",
 }
 # Optional tables that the default stages need.
 GIVEN_TABLES = ("data.texts", "data.pairs", "data.prompts")
@@ -46,12 +47,16 @@ def commented_template() -> str:
         if table.key:
             lines.append(f"#[{table.key}]" if absent else f"[{table.key}]")
         # The data tables share their keys: they are explained at the first.
-        explained = not table.optional or table.key == GIVEN_TABLES[0]
+        explained = not _is_data(table) or table.key == GIVEN_TABLES[0]
         for setting in table.settings:
             lines += ["", *_explanation(setting)] if explained else []
             lines.append(_assignment(setting, absent))
         parts.append("\n".join(lines))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _is_data(table: Table) -> bool:
+    return table.optional and table.key.startswith("data.")
 
 
 def _explanation(setting: Setting) -> list[str]:
@@ -91,10 +96,11 @@ def configuration_markdown() -> str:
         "so does a key that would be ignored with the other settings. The resolved configuration is saved in "
         "the run's folder.",
     ]
-    data_tables = [table for table in tables() if table.optional]
+    data_tables = [table for table in tables() if _is_data(table)]
     for table in tables():
-        if not table.optional:
+        if not _is_data(table):
             parts.append(f"## {f'`[{table.key}]`' if table.key else 'Top level'}")
+            parts.append(f"{table.description}" if table.optional else "")
             parts.append(_markdown_table(table))
         elif table == data_tables[0]:
             names = "\n".join(f"- `[{t.key}]`: {t.description}" for t in data_tables)

@@ -15,8 +15,8 @@ def dtype_of(setting: str, compute: torch.dtype) -> torch.dtype:
 def resolve_compute(setting: str, device: torch.device) -> str:
     """The name of a type for a setting that may be 'auto': then 'bfloat16' or 'float32'.
 
-    bfloat16 pays only where the hardware multiplies it: on a CPU without such instructions a product in bfloat16 ran
-    6 times slower than in float32 (docs/log.md).
+    bfloat16 saves time only where the hardware multiplies it: a CPU without such instructions widens the numbers for
+    every product (algorithms/products.py), so that there it saves memory alone.
     """
     if setting != "auto":
         return setting

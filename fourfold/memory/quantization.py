@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.algorithms.products import linear, matmul, product_dtype
 from fourfold.planner.quantization import NF4_BLOCK, NF4_SCALE_BLOCK
 
 LIBRARIES = {"int8": "torchao", "int8_dynamic": "torchao", "nf4": "bitsandbytes"}
@@ -71,7 +72,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         [grad] = grads
-        return grad @ ctx.layer.dequantized(grad.dtype), None
+        return matmul(grad, ctx.layer.dequantized(grad.dtype)), None
 
 
 class QuantizedLinear(nn.Linear, ABC):
@@ -122,7 +123,7 @@ class QuantizedLinear(nn.Linear, ABC):
         return _Product.apply(input, self)
 
     def _exact_product(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias_as(x))
+        return linear(x, self.dequantized(x.dtype), self.bias_as(x))
 
 
 class Int8Linear(QuantizedLinear):
@@ -156,7 +157,8 @@ class Int8Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b."""
-        return nn.functional.linear(x, self._tensor(x.dtype), self.bias_as(x))
+        wide = x.to(product_dtype(x.device.type, x.dtype))
+        return nn.functional.linear(wide, self._tensor(wide.dtype), self.bias_as(wide)).to(x.dtype)
 
 
 class Int8DynamicLinear(Int8Linear):
@@ -223,7 +225,7 @@ class NF4Linear(QuantizedLinear):
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b; on a CPU bitsandbytes' kernel is no other, but for its scales."""
         if x.device.type == "cpu":
-            return nn.functional.linear(x, self.dequantized(x.dtype), self.bias_as(x))
+            return linear(x, self.dequantized(x.dtype), self.bias_as(x))
         state = self._state(x.dtype, self.out_features, self.in_features)
         return library("nf4").matmul_4bit(x, self.codes, quant_state=state, bias=self.bias_as(x))
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from fourfold.algorithms.log_probs import CHUNK_TOKENS, Entropy, fused_full_kl, fused_log_probs
+from fourfold.algorithms.products import product_dtype
 from fourfold.memory.budget import Budget
 from fourfold.models.products import linear_few_rows, linear_in_pieces
 
@@ -40,7 +41,7 @@ class LanguageHead(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
         """Float32 logits of a few positions (sampling); training uses `log_probs`."""
         bias = None if self.bias is None else self.bias.to(compute_dtype)
-        if self.widened_in_pieces:
+        if self.widened_in_pieces or product_dtype(hidden.device.type, compute_dtype) != compute_dtype:
             out = linear_in_pieces(hidden.to(compute_dtype), self.weight, bias).float()
         else:
             out = linear_few_rows(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()

@@ -330,6 +330,8 @@ def _hold(config: RunConfig, base: Base) -> None:
             base.budget.watch(part.layers)
     if adapted:
         add_adapters(branch, config.adapters, seed=config.seed)
+        if compute != torch.float32:  # the adapters' matrices are float32 masters, and plain linear layers
+            prepare_for_decoding(branch)
         if narrow:
             hold_as(branch, dtype_of(kind, compute))
         _check_gradients(base)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fourfold.algorithms.products import matmul
 from fourfold.models.slot_cache import Places, SlotCache
 from fourfold.models.split import Part
 
@@ -100,8 +101,8 @@ def attend(
     if query.device.type != "cpu":
         mask = unseen.to(query.dtype).expand(-1, 1, query.shape[2], -1)
         return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
-    scores = (query @ keys.transpose(2, 3)).float().mul_(scale).add_(unseen)
-    return scores.softmax(dim=-1).to(values.dtype) @ values
+    scores = matmul(query, keys.transpose(2, 3)).float().mul_(scale).add_(unseen)
+    return matmul(scores.softmax(dim=-1).to(values.dtype), values)
 
 
 def window_of(part: Part, index: int) -> int:

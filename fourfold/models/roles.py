@@ -27,6 +27,7 @@ from fourfold.memory.activations import Forgetting, checkpoint_modules
 from fourfold.memory.offload import Residency, absent, residency_of
 from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
+from fourfold.models.flush_rows import FlushRows
 from fourfold.models.heads import LanguageHead, ScalarHead
 from fourfold.models.products import rounded
 from fourfold.models.split import Part
@@ -105,12 +106,20 @@ class _Role(nn.Module):
         """What the role stands on; None where what it reads is the trunk's output already, or there is no trunk."""
         return self._below[0] if self._below else None
 
-    def through(self, activations: Activations) -> Tensor:
-        """The branch's output [batch, time, hidden]; the trunk comes first for ids, where the role stands on one."""
+    def through(self, activations: Activations, state: int | None = None) -> Tensor:
+        """The branch's output [batch, time, hidden]; the trunk comes first for ids, where the role stands on one.
+
+        Rows are computed from their first real token on, or from the column `state`, whichever comes first; where that
+        saves columns, what lies outside of a row comes back as 0.
+        """
+        rows, time = FlushRows.of(activations.mask, state), activations.mask.shape[1]
+        if rows is not None:
+            activations = Activations(rows.flush(activations.inputs), rows.flush_mask(activations.mask))
         inputs = activations.inputs
         if self.trunk is not None and not inputs.is_floating_point():
             inputs = self._through_trunk(self.trunk, activations)
-        return self.branch(inputs, activations.mask)
+        out = self.branch(inputs, activations.mask)
+        return out if rows is None else rows.put_back(out, time)
 
     def _through_trunk(self, trunk: Part, activations: Activations) -> Tensor:
         return trunk(activations.inputs, activations.mask)
@@ -129,7 +138,8 @@ class Policy(_Role):
 
     def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "tokens hidden"]:
         """The same from activations that are without the last token already."""
-        return self.through(states)[:, rollout.prompt_length - 1 :][rollout.response_mask]
+        state = rollout.prompt_length - 1
+        return self.through(states, state)[:, state:][rollout.response_mask]
 
     def log_probs(
         self,
@@ -177,7 +187,8 @@ class Scorer(_Role):
 
     def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "batch response hidden"]:
         """Hidden states before each response token, from activations that are without the last token already."""
-        return self.through(states)[:, rollout.prompt_length - 1 :]
+        state = rollout.prompt_length - 1
+        return self.through(states, state)[:, state:]
 
     def values_of(
         self, hidden: Float32[Tensor, "batch response hidden"], rollout: Rollout
@@ -189,7 +200,8 @@ class Scorer(_Role):
         self, activations: Activations, rollout: Rollout
     ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
         """As `values`, and V of the state after the last response token."""
-        every = self.head(self.through(activations)[:, rollout.prompt_length - 1 :])
+        state = rollout.prompt_length - 1
+        every = self.head(self.through(activations, state)[:, state:])
         last = every.gather(1, rollout.lengths[:, None])[:, 0]
         return torch.where(rollout.response_mask, every[:, :-1], 0.0), last
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fourfold.planner.engines import ENGINES
-from fourfold.planner.lever import HALF, SEPARATE, Lever
+from fourfold.planner.lever import HALF, ORDER_OF_SUMS, SEPARATE, Lever
 
 TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
@@ -123,7 +123,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="activations, in proportion",
         costs="small products are slower",
         change="bounded",
-        bound=1e-4,
+        bound=ORDER_OF_SUMS,
         excludes=("optimizer in backward",),
     ),
     Lever(
@@ -240,7 +240,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the seconds of reference and reward, as far as sampling leaves the processor room",
         costs="rows are cut into micro-batches as they end; offloaded roles are read once for so many rows as slots",
         change="bounded",  # as micro-batches: products of other shapes
-        bound=1e-4,
+        bound=ORDER_OF_SUMS,
     ),
     Lever(
         name="sampling batches",
@@ -250,7 +250,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="the cache of keys and values and sampling's logits, in proportion",
         costs="sampling reads the weights for fewer rows at a time",
         change="bounded",  # as micro-batches
-        bound=1e-4,
+        bound=ORDER_OF_SUMS,
     ),
     Lever(
         name="adamw_8bit",

@@ -60,7 +60,10 @@ SHARES: Mapping[str, Shares] = {
         queues=False,
     ),
 }
-# A type without instructions: on such a CPU bfloat16 ran at 6 GFLOP/s, float32 at 39 (docs/log.md, 2026-11-29).
+# A type without instructions. A CPU multiplies its numbers in float32 (algorithms/products.py), which with widening and
+# rounding takes 1.2 to 1.3 times as long (docs/log.md, 2026-11-30, "Half precision without instructions").
+# GPUs: as slow as such a CPU's own products were (6 GFLOP/s beside 39); none of such a GPU was measured.
+WIDENED = 0.8
 EMULATED = 0.15
 # What a layer writes and later reads for each token, in numbers of the hidden size: 34 bytes of 2-byte numbers are kept
 # for the backward pass (Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 2).
@@ -112,6 +115,8 @@ def roofline(
 def reached_flops(device: Device, dtype: str, *, few_rows: bool = False) -> float:
     """FLOP/s of real work in products of a type."""
     shares = SHARES[device.kind]
+    if device.kind == "cpu" and not device.flops.get(dtype):
+        return WIDENED * reached_flops(device, "float32", few_rows=few_rows)
     by_type = shares.decoding if few_rows else shares.products
     share = by_type.get(dtype, by_type[""]) * (1.0 if device.measured else shares.published[0])
     return share * peak_flops(device, dtype)
@@ -119,7 +124,8 @@ def reached_flops(device: Device, dtype: str, *, few_rows: bool = False) -> floa
 
 def peak_flops(device: Device, dtype: str) -> float:
     """FLOP/s of products of a type as they are given; without instructions for it a part of float32's."""
-    return device.flops.get(dtype) or EMULATED * device.flops["float32"]
+    slowed = 1.0 if device.kind == "cpu" else EMULATED
+    return device.flops.get(dtype) or slowed * device.flops["float32"]
 
 
 def processor(scene: Scene, role: str) -> Device:

@@ -18,15 +18,16 @@ import torch
 from fourfold.batch import Rollout
 from fourfold.memory.budget import BatchSize
 from fourfold.models.roles import Activations, Policy
+from fourfold.scoring.combined import Reward, parts_of
 from fourfold.scoring.opinions import Opinions, ask, of_reference, of_reward
-from fourfold.scoring.sources import RewardSource
 
 
 class Ahead:
     """A thread that scores rows as they are finished; it draws no random numbers of its own."""
 
-    def __init__(self, reference: Policy, reward: RewardSource, temperature: float, size: BatchSize) -> None:
-        self._asked = ((reference, of_reference(reference, temperature, size)), (reward, of_reward(reward, size)))
+    def __init__(self, reference: Policy, reward: Reward, temperature: float, size: BatchSize) -> None:
+        self._reference = (reference, of_reference(reference, temperature, size))
+        self._rewards = [(part.source, of_reward(part.source, size)) for part in parts_of(reward)]
         self._size = size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._coming: list[tuple[Sequence[int], Future[Opinions]]] = []
@@ -50,9 +51,10 @@ class Ahead:
     def _score(self, rollout: Rollout, activations: Activations, ready: Any) -> Opinions:
         started = time.perf_counter()
         with self._beside_sampling(ready):
-            found = Opinions.empty(rollout)
-            for role, asked in self._asked:
-                ask(found, rollout, activations, role, asked, self._size)
+            found = Opinions.empty(rollout, len(self._rewards))
+            into = [found, *(found.part(index) for index in range(len(self._rewards)))]
+            for (role, asked), opinions in zip([self._reference, *self._rewards], into, strict=True):
+                ask(opinions, rollout, activations, role, asked, self._size)
         self._worked += time.perf_counter() - started
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Opinions:
-    """What the models say of a whole rollout, filled in as its micro-batches are done; 0 where a response has ended."""
+    """What the models say of a whole rollout, filled in as its micro-batches are done; 0 where a response has ended.
+
+    `scores` and `valid` have a column for each part of the reward; `part` is a view with that of one.
+    """
 
     ref_log_probs: Tensor
     kl: Tensor
@@ -31,12 +34,16 @@ class Opinions:
     valid: Tensor
 
     @classmethod
-    def empty(cls, rollout: Rollout) -> Opinions:
+    def empty(cls, rollout: Rollout, parts: int) -> Opinions:
         """Nobody has been asked."""
         tokens = torch.zeros_like(rollout.sampler_log_probs)
-        sequences = tokens.new_zeros(len(tokens))
-        valid = torch.zeros_like(sequences, dtype=torch.bool)
-        return cls(tokens, tokens.clone(), tokens.clone(), sequences, sequences.clone(), valid)
+        scores = tokens.new_zeros(len(tokens), parts)
+        valid = torch.zeros_like(scores, dtype=torch.bool)
+        return cls(tokens, tokens.clone(), tokens.clone(), tokens.new_zeros(len(tokens)), scores, valid)
+
+    def part(self, index: int) -> Opinions:
+        """The same opinions, of which `scores` and `valid` are the column of one part of the reward."""
+        return replace(self, scores=self.scores[:, index], valid=self.valid[:, index])
 
     def require_finite(self) -> None:
         """RunFailed where a model's number is none, or a score that is called valid."""

@@ -15,9 +15,9 @@ from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.memory.offload import is_elsewhere
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.combined import Reward, combined, parts_of
 from fourfold.scoring.opinions import Asked, Opinions, ask, of_reference, of_reward, shortest_first
 from fourfold.scoring.service.roles import sent_ahead
-from fourfold.scoring.sources import RewardSource
 
 # The rollout and, for each row, whether its score is valid (bool [batch]).
 Scored = tuple[ScoredRollout, Tensor]
@@ -31,7 +31,7 @@ def score(
     actor: Policy,
     reference: Policy,
     critic: Scorer,
-    reward: RewardSource,
+    reward: Reward,
     temperature: float,
     kl_estimator: str,
     micro_batch_size: int | BatchSize,
@@ -45,7 +45,8 @@ def score(
     """
     exact = kl_estimator == "full"
     assert ahead is None or not exact, "the exact KL takes actor and reference at once"
-    found = Opinions.empty(rollout)
+    parts = parts_of(reward)
+    found = Opinions.empty(rollout, len(parts))
     size = batch_size(micro_batch_size, "score", "reference")
     asked_reference = of_reference(reference, temperature, size)
 
@@ -58,21 +59,24 @@ def score(
         with size.working("critic"):
             return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
 
-    roles: list[tuple[Any, Asked]] = [(critic, of_critic)]
+    roles: list[tuple[Any, Asked, Opinions]] = [(critic, of_critic, found)]
     if ahead is None:
-        first = (reference, with_exact_kl if exact else asked_reference)
-        roles = sorted([first, *roles, (reward, of_reward(reward, size))], key=lambda each: is_elsewhere(each[0]))
-    with sent_ahead([role for role, _ in roles], rollout, shortest_first(rollout), size.size, temperature):
-        for role, asked in roles:
-            ask(found, rollout, activations, role, asked, size)
+        first = (reference, with_exact_kl if exact else asked_reference, found)
+        last = [(part.source, of_reward(part.source, size), found.part(i)) for i, part in enumerate(parts)]
+        roles = sorted([first, *roles, *last], key=lambda each: is_elsewhere(each[0]))
+    with sent_ahead([role for role, _, _ in roles], rollout, shortest_first(rollout), size.size, temperature):
+        for role, asked, into in roles:
+            ask(into, rollout, activations, role, asked, size)
     if ahead is not None:
         ahead.take(found)
     if not exact:
         kl = kl_estimate(rollout.log_probs, found.ref_log_probs, kl_estimator)
         found.kl.copy_(torch.where(rollout.response_mask, kl, 0.0))
     found.require_finite()
-    scored = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "valid"}
-    return ScoredRollout(**{f.name: getattr(rollout, f.name) for f in fields(Rollout)}, **scored), found.valid
+    scores, valid = combined(parts, found.scores, found.valid)
+    said = {name: getattr(found, name) for name in ("ref_log_probs", "kl", "values", "last_values")}
+    carried = {f.name: getattr(rollout, f.name) for f in fields(Rollout)}
+    return ScoredRollout(**carried, **said, scores=scores, score_parts=found.scores), valid
 
 
 def _exact_kl(

@@ -64,19 +64,26 @@ class ModelReward:
 class FunctionReward:
     """A Python function of prompts and responses; asked again when it raises, row by row valid or not.
 
-    When it still raises after `retries`, the run stops, or its rows are not valid (`on_failure` = "drop").
+    When it still raises after `retries`, the run stops, or its rows are not valid (`on_failure` = "drop"). `key` is
+    the table of the settings that it stands in, for messages.
     """
 
-    def __init__(self, function: RewardFunction, tokenizer: Any, *, retries: int, on_failure: str = "stop") -> None:
+    def __init__(
+        self, function: RewardFunction, tokenizer: Any, *, retries: int, on_failure: str = "stop", key: str = "reward"
+    ) -> None:
         self._function = function
+        self._key = key
         self._tokenizer = tokenizer
         self._retries = retries
         self._on_failure = on_failure
 
     @classmethod
-    def named(cls, name: str, tokenizer: Any, *, retries: int, on_failure: str = "stop") -> FunctionReward:
-        """The function 'module:name'."""
-        return cls(import_function(name), tokenizer, retries=retries, on_failure=on_failure)
+    def named(
+        cls, name: str, tokenizer: Any, *, retries: int, on_failure: str = "stop", key: str = "reward"
+    ) -> FunctionReward:
+        """The function 'module:name'; `key` is the table of the settings that names it."""
+        function = import_function(name, key)
+        return cls(function, tokenizer, retries=retries, on_failure=on_failure, key=key)
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The function's numbers; None, NaN and those that are infinite as float32 are not valid."""
@@ -86,6 +93,10 @@ class FunctionReward:
         valid = torch.isfinite(scores)
         return torch.where(valid, scores, 0.0), valid
 
+    @property
+    def _who(self) -> str:
+        return "the reward function" if self._key == "reward" else f"the function of {self._key}"
+
     def _ask(self, prompts: list[str], responses: list[str]) -> list[float | None]:
         for attempt in range(self._retries + 1):
             try:
@@ -93,37 +104,34 @@ class FunctionReward:
             except Exception as error:  # the function is the user's: anything may come out of it
                 if attempt < self._retries:
                     continue
-                said = f"the reward function failed {attempt + 1} times, last with {type(error).__name__}: {error}"
+                said = f"{self._who} failed {attempt + 1} times, last with {type(error).__name__}: {error}"
                 if self._on_failure == "stop":
-                    raise RunFailed(f"score: {said}; mend it, or raise reward.retries") from error
+                    raise RunFailed(f"score: {said}; mend it, or raise {self._key}.retries") from error
                 log.warning("%s; its %d responses are left out", said, len(responses))
                 return [None] * len(responses)
             if len(numbers) != len(responses):
-                raise RunFailed(
-                    f"score: the reward function returned {len(numbers)} numbers for {len(responses)} responses"
-                )
+                raise RunFailed(f"score: {self._who} returned {len(numbers)} numbers for {len(responses)} responses")
             for number in numbers:
                 if number is not None and not hasattr(number, "__float__"):
                     raise RunFailed(
-                        f"score: the reward function returned {number!r} ({type(number).__name__}); "
-                        "allowed: a number or None"
+                        f"score: {self._who} returned {number!r} ({type(number).__name__}); allowed: a number or None"
                     )
             return numbers
         raise AssertionError("unreachable: the loop returns or raises")
 
 
-def import_function(name: str) -> RewardFunction:
-    """The function 'module:name'."""
+def import_function(name: str, key: str = "reward") -> RewardFunction:
+    """The function 'module:name', which the settings name in table `key`."""
     module, _, attribute = name.partition(":")
     try:
         function: RewardFunction = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the module is the user's: anything may come out of it
         raise ValueError(
-            f"reward.function = {name!r} cannot be imported ({type(error).__name__}: {error}); allowed: 'module:name' "
+            f"{key}.function = {name!r} cannot be imported ({type(error).__name__}: {error}); allowed: 'module:name' "
             "of a function that Python finds; PYTHONPATH=. before the command lets it look in the current folder"
         ) from error
     if not callable(function):
-        raise ValueError(f"reward.function = {name!r} is a {type(function).__name__}; allowed: a function")
+        raise ValueError(f"{key}.function = {name!r} is a {type(function).__name__}; allowed: a function")
     return function
 
 

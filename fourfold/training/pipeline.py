@@ -52,8 +52,8 @@ def prepare(config: RunConfig) -> RunConfig:
     _check_best_metric(config)
     if device_of(config).type == "cpu" and (problems := needs_cuda(config)):
         raise ValueError("\n".join(problems))
-    if config.reward.source == "function":
-        import_function(config.reward.function)
+    for key, name in config.reward.functions.items():
+        import_function(name, key)
     config = on_this_machine(config)
     _seed_all(config.seed)
     return config

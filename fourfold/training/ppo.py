@@ -14,7 +14,7 @@ from torch import nn
 from fourfold.backends.local import LocalOptimizer
 from fourfold.backends.scaling import LossScale
 from fourfold.config.checks import reference_at_llama_cpp
-from fourfold.config.schema import MemorySection, OptimizerSection, RunConfig
+from fourfold.config.schema import MemorySection, OptimizerSection, PartSection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
@@ -37,8 +37,9 @@ from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.prompts import PromptStream, evaluation_batch
 from fourfold.rollout.sampler import Sampler
 from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.combined import Combined, Reward, RewardPart
 from fourfold.scoring.external import ExternalReward
-from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource
+from fourfold.scoring.sources import FunctionReward, ModelReward
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder
@@ -70,8 +71,10 @@ class Stores:
     reward: Path | None
 
 
-def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
-    """The reward model, of this family or another, or the function that the settings name."""
+def reward_source(config: RunConfig, models: FourModels) -> Reward:
+    """The reward model, of this family or another, the function that the settings name, or the sum of their parts."""
+    if config.reward.source == "combined":
+        return Combined(tuple(_part(name, part, models) for name, part in config.reward.parts.items()))
     if config.reward.source == "function":
         return FunctionReward.named(
             config.reward.function,
@@ -90,10 +93,22 @@ def reward_source(config: RunConfig, models: FourModels) -> RewardSource:
     return ModelReward(models.reward)
 
 
+def _part(name: str, part: PartSection, models: FourModels) -> RewardPart:
+    """A part of a combined reward; a function that goes on failing gives rows without a score, or stops the run."""
+    source = FunctionReward.named(
+        part.function,
+        models.base.tokenizer,
+        retries=part.retries,
+        on_failure=part.on_failure,
+        key=f"reward.parts.{name}",
+    )
+    return RewardPart(name, part.weight, source, part.on_failure)
+
+
 def build_trainer(
     config: RunConfig,
     models: FourModels,
-    reward: RewardSource,
+    reward: Reward,
     prompts: Texts,
     prompts_test: Texts,
     folder: Path,
@@ -190,7 +205,7 @@ def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
 
-def _ahead(config: RunConfig, models: FourModels, reward: RewardSource, sizes: BatchSizes) -> Ahead | None:
+def _ahead(config: RunConfig, models: FourModels, reward: Reward, sizes: BatchSizes) -> Ahead | None:
     """Scoring beside sampling, where the settings ask for it."""
     if not config.sampling.overlap_scoring:
         return None

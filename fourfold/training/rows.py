@@ -8,8 +8,11 @@ from torch import Tensor
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.algorithms.statistics import moments
 from fourfold.batch import Experience, ScoredRollout
+from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.kept import value_fit
 from fourfold.memory.meter import WORKING, PhaseUsage
+from fourfold.training.evaluation import parts_row
+from fourfold.training.experience import Shaping, shape_scores
 from fourfold.training.state import Progress
 
 TIMED_PHASES = ("generate", "score", "learn", "save")
@@ -24,17 +27,18 @@ def training_row(
     work: dict[str, float],
     usage: dict[str, PhaseUsage],
     *,
-    kl_coef: float,
-    shaped_score_mean: float,
+    config: RunConfig,
+    shaping: Shaping,
 ) -> dict[str, float]:
     """Everything a PPO step logs.
 
     `scored` holds the rows as they were sampled, `valid` which of them have a score (bool [batch]), `experience` those
-    that were learned from; `kl_coef` is the one that the step's rewards were made with.
+    that were learned from; `shaping` is what the step's rewards were made with.
     """
-    row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": kl_coef}
-    row |= _scores(scored.scores[valid]) | _rollout(scored)
-    row |= {"score_shaped_mean": shaped_score_mean, "invalid_scores": int((~valid).sum())}
+    row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": shaping.kl_coef}
+    row |= _scores(scored.scores[valid]) | parts_row(scored.score_parts[valid], config.reward.dimensions)
+    row |= _rollout(scored) | {"invalid_scores": int((~valid).sum())}
+    row["score_shaped_mean"] = float(shape_scores(experience, config.ppo, shaping).mean())
     row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
     row["reward_per_sequence_mean"] = float(experience.rewards.sum(dim=1).mean())
     row |= _values(experience)

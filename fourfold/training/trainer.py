@@ -20,13 +20,13 @@ from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import PromptBatch, Sampler, row_seed
 from fourfold.scoring.ahead import Ahead
+from fourfold.scoring.combined import Reward
 from fourfold.scoring.pipeline import Scored, learnable, score
-from fourfold.scoring.sources import RewardSource, texts_of
 from fourfold.training.accounting import Accountant
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore, restore_rng, rng_state
 from fourfold.training.evaluation import Evaluation, Judge, summarise
-from fourfold.training.experience import estimate_advantages, shape_scores
+from fourfold.training.experience import estimate_advantages
 from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
 from fourfold.training.rows import counters, training_row
@@ -43,7 +43,7 @@ class Trainer:
 
     config: RunConfig
     models: FourModels
-    reward: RewardSource
+    reward: Reward
     sampler: Sampler
     learner: Learner
     sizes: BatchSizes
@@ -121,7 +121,7 @@ class Trainer:
         with self.census.phase(self.meter, "score"):
             scored, valid = self._score(rollout, activations)
             self.progress.moments = self.progress.moments.update(scored.scores[valid])
-            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_failure)
+            rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_invalid)
             shaping = self.progress.shaping
             experience = estimate_advantages(scored.select(rows), settings, shaping)
         with self.census.phase(self.meter, "learn"):
@@ -145,8 +145,8 @@ class Trainer:
             learned.metrics | self.sizes.metrics(len(rollout.sequences)),
             self.accountant.step(rollout, learned, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
-            kl_coef=shaping.kl_coef,
-            shaped_score_mean=float(shape_scores(experience, settings, shaping).mean()),
+            config=self.config,
+            shaping=shaping,
         )
 
     def _score(self, rollout: Rollout, activations: Activations) -> Scored:
@@ -169,8 +169,8 @@ class Trainer:
             raise ValueError("no held-out prompts: give data.prompts_test")
         with self.meter.phase("evaluate"):
             scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
-        held_out = self.kept.held_out(scored, valid, self.progress)
-        return summarise(held_out, *texts_of(held_out, self.models.base.tokenizer), self.judge)
+        held_out, names = self.kept.held_out(scored, valid, self.progress), self.config.reward.dimensions
+        return summarise(held_out, self.models.base.tokenizer, self.judge, names)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""

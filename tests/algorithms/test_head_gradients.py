@@ -16,7 +16,7 @@ from fourfold.algorithms.log_probs import fused_log_probs
 def test_small_probabilities_survive_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 49,152 tokens has 0.00002, of which float16 would lose a thousandth; their sum is the gradient."""
     vocab, dtype = 49_152, torch.float16
-    monkeypatch.setattr(module, "_product_dtype", lambda device, dtype: dtype)  # as on a GPU
+    monkeypatch.setattr(module, "product_dtype", lambda device, dtype: dtype)  # as on a GPU
     hidden = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
     weight = torch.ones(vocab, 1, dtype=dtype)
     weight[0] = 0.0
@@ -42,4 +42,6 @@ def test_the_gradient_of_a_trained_weight_costs_one_tensor_of_its_size(dtype: to
 
     with Large():
         [gradient] = torch.autograd.grad(log_probs.sum(), [weight])
-    assert {x.untyped_storage().data_ptr() for x in made} == {gradient.untyped_storage().data_ptr()}
+    found = {x.untyped_storage().data_ptr() for x in made}
+    widened = module.product_dtype("cpu", dtype) != dtype  # then the float32 product is rounded into a second one
+    assert gradient.untyped_storage().data_ptr() in found and len(found) == 1 + widened

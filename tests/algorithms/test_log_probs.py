@@ -221,7 +221,7 @@ def test_bfloat16_is_close_whichever_way_its_products_run(
 ) -> None:
     """With the processor's bfloat16 instructions or without them (then in float32)."""
     product = torch.bfloat16 if native else torch.float32
-    monkeypatch.setattr(module, "_product_dtype", lambda device, dtype: product)
+    monkeypatch.setattr(module, "product_dtype", lambda device, dtype: product)
     monkeypatch.setattr(module, "_WIDENED_ROWS", 4)
     hidden, weight, bias, labels = inputs(seed=4, dtype=torch.bfloat16)
     leaves = [hidden.requires_grad_(), *([weight.requires_grad_(), bias.requires_grad_()] if head_trained else [])]

@@ -164,6 +164,15 @@ def test_rows_that_are_measured_anew_replace_their_like_and_leave_the_others() -
     assert list(merged(earlier, again, ["rounding"]).config["levers"]) == ["rounding"]  # the others are no levers now
 
 
+def test_a_row_that_was_measured_elsewhere_says_so() -> None:
+    """Of results from before rows had hardware of their own, too."""
+    earlier = measured(EXACT).model_copy(update={"hardware": "one machine"})
+    earlier.config["levers"]["parking"].pop("hardware", None)
+    both = merged(earlier, measured(BOUNDED).model_copy(update={"hardware": "another"}), ORDER)
+    assert both.hardware == "another" and both.config["levers"]["parking"]["hardware"] == "one machine"
+    assert any("one machine" in line and line.endswith(": parking.") for line in levers_table(both))
+
+
 def test_a_result_that_continues_another_takes_its_place(tmp_path: Path) -> None:
     earlier, later = measured(EXACT), measured(BOUNDED, date="2026-02-01")
     write_result(earlier, tmp_path)
@@ -185,7 +194,7 @@ def test_rows_of_another_shape_are_refused_unless_all_are_measured() -> None:
 def test_a_conflict_is_told_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.levers.newest", lambda name, machine: measured(EXACT, OTHER))
+    monkeypatch.setattr("benchmarks.levers.newest", lambda name: measured(EXACT, OTHER))
     with pytest.raises(SystemExit) as ended:
         main(["--lever", "micro-batches", "--batch", "8", "--model", str(tmp_path / "nothing")])
     assert ended.value.code == 2 and "batch = 16, not 8" in capsys.readouterr().err

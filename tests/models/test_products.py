@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fourfold.algorithms import products as algorithms_products
 from fourfold.models import products as few_rows
 from fourfold.models.products import FEW_ROWS, FewRowsLinear, hold_narrowly, linear_few_rows, prepare_for_decoding
 from fourfold.models.split import cut
@@ -51,7 +52,7 @@ def test_training_and_long_inputs_take_the_ordinary_product(rows: int, monkeypat
 
 
 def test_preparing_keeps_tensors_and_names() -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 2, bias=False)), nn.Linear(2, 2).bfloat16())
+    module = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 2, bias=False)), nn.Linear(2, 2).double())
     before = dict(module.named_parameters())
     prepare_for_decoding(module)
     after = dict(module.named_parameters())
@@ -106,3 +107,30 @@ def test_only_frozen_weights_that_lose_nothing_are_held_narrowly() -> None:
 
 def size(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+@pytest.mark.parametrize("master", [True, False])
+def test_half_precision_layers_give_the_same_with_and_without_instructions_for_it(
+    master: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained through autocast from float32 masters, and frozen in bfloat16: all within its rounding."""
+    model = tiny_model("llama")
+    branch = cut(model, 0, 4, compute_dtype=torch.bfloat16)
+    if not master:
+        branch.bfloat16().requires_grad_(False)
+    found = {}
+    ids, mask = torch.arange(24).reshape(3, 8), torch.ones(3, 8, dtype=torch.bool)
+    for there in (True, False):
+        for module in (few_rows, algorithms_products):
+            monkeypatch.setattr(module, "product_dtype", lambda _, own, there=there: own if there else torch.float32)
+        prepare_for_decoding(branch)
+        branch.zero_grad()
+        out = branch(ids, mask)
+        found[there] = [out.detach()]
+        if master:
+            out.float().square().sum().backward()
+            found[there] += [p.grad.clone() for p in branch.parameters() if p.grad is not None]
+    assert (len(found[True]) > 10) == master
+    for ordinary, widened in zip(found[True], found[False], strict=True):
+        assert ordinary.dtype == widened.dtype
+        assert float((ordinary - widened).norm()) <= 0.05 * float(ordinary.norm())

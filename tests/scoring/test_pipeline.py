@@ -16,8 +16,9 @@ from fourfold.batch import Rollout, ScoredRollout
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, Scorer, copy_policy, freeze, scorer_on
+from fourfold.scoring.combined import Reward
 from fourfold.scoring.pipeline import learnable, score
-from fourfold.scoring.sources import FunctionReward, ModelReward, RewardSource, texts_of
+from fourfold.scoring.sources import FunctionReward, ModelReward, texts_of
 from tiny_roles import MODES, oracle_log_probs, random_prompts, tiny_base, tiny_rollout, tiny_sampler
 
 LENGTHS = [(3, 4), (6, 1), (1, 5), (4, 2), (2, 5)]
@@ -38,7 +39,7 @@ class Scene:
             random_prompts([3, 6, 1, 4, 2, 5]), policy_version=0
         )
 
-    def score(self, estimator: str = "k1", size: int = 100, reward: RewardSource | None = None):
+    def score(self, estimator: str = "k1", size: int = 100, reward: Reward | None = None):
         return score(
             self.rollout,
             self.activations,
@@ -205,9 +206,9 @@ def scored_rows(truncated: list[bool], scores: list[float]) -> ScoredRollout:
     rollout = replace(tiny_rollout(LENGTHS[: len(scores)]), truncated=torch.tensor(truncated))
     zeros = torch.zeros_like(rollout.log_probs)
     carried = {field.name: getattr(rollout, field.name) for field in fields(Rollout)}
-    return ScoredRollout(
-        **carried, ref_log_probs=zeros, kl=zeros, values=zeros, last_values=zeros[:, 0], scores=torch.tensor(scores)
-    )
+    said = {"ref_log_probs": zeros, "kl": zeros, "values": zeros, "last_values": zeros[:, 0]}
+    total = torch.tensor(scores)
+    return ScoredRollout(**carried, **said, scores=total, score_parts=total[:, None])
 
 
 SCORED = scored_rows([False, True, False, True, False], [1.0, 2.0, 3.0, 4.0, 5.0])

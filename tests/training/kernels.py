@@ -13,19 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fourfold.models import products
+
 _here = threading.local()
 
 
 def sums_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
     """Within, linear layers of this thread round the sums of both halves of their inputs, as a split-K kernel does."""
-    real = functional.linear
-
-    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not getattr(_here, "other", False):
-            return real(inputs, weight, bias)
-        half = inputs.shape[-1] // 2
-        out = real(inputs[..., :half], weight[:, :half]) + real(inputs[..., half:], weight[:, half:])
-        return out if bias is None else out + bias.to(out.dtype)
+    for owner, name in ((functional, "linear"), (products, "linear_in_float32")):
+        monkeypatch.setattr(owner, name, _in_two_parts(getattr(owner, name)))
 
     @contextlib.contextmanager
     def within() -> Iterator[None]:
@@ -35,8 +31,18 @@ def sums_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractC
         finally:
             _here.other = False
 
-    monkeypatch.setattr(functional, "linear", linear)
     return within
+
+
+def _in_two_parts(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not getattr(_here, "other", False):
+            return real(inputs, weight, bias)
+        half = inputs.shape[-1] // 2
+        out = real(inputs[..., :half], weight[:, :half], None) + real(inputs[..., half:], weight[:, half:], None)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    return linear
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.loading import load_base
 from fourfold.models.roles import Activations
 from fourfold.models.storage import save_role
+from fourfold.scoring.combined import Reward
 from fourfold.scoring.pipeline import score
-from fourfold.scoring.sources import RewardSource
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.experience import Shaping, estimate_advantages
 from fourfold.training.inputs import encode_inputs, read_records
@@ -172,7 +172,7 @@ def run(tree: Mapping[str, Any]) -> dict[str, Any]:
 def make_trainer(
     config: RunConfig,
     *,
-    reward: RewardSource | None = None,
+    reward: Reward | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
     callbacks: tuple[StepCallback, ...] = (),
 ) -> Trainer:

@@ -19,7 +19,11 @@ from training.test_update import gradients, trainer_for
 def test_masters_are_cast_once_for_all_micro_batches_and_no_bit_changes(
     tmp_path: Path, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that are computed again make their copies again: kept ones would take the room that is saved."""
+    """Layers that are computed again make their copies again: kept ones would take the room that is saved.
+
+    By autocast, as where the processor multiplies bfloat16: elsewhere a layer's product makes the copy.
+    """
+    monkeypatch.setattr("fourfold.models.products.product_dtype", lambda device, dtype: dtype)
     changes = {"precision": {"compute": "bfloat16"}, "memory": {"checkpointing": checkpointing}}
     trainer = trainer_for(tmp_path, changes)
     given = trainer, *make_experience(trainer)

@@ -50,6 +50,7 @@ BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named
 PRECISION = "training/test_half_roles.py"
 OPTIMIZERS = "memory/test_optimizers.py"
 NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
+COMBINED = "scoring/test_combined.py"
 SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
 SHOWN = {
@@ -79,6 +80,12 @@ SHOWN = {
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",
     "reward.on_failure": "training/test_pipeline.py::test_failed_scores_stop_the_run_or_are_dropped",
+    **dict.fromkeys(
+        ("reward.parts.NAME.source", "reward.parts.NAME.function", "reward.parts.NAME.weight"),
+        "training/test_combined_runs.py::test_rows_and_evaluations_have_mean_and_spread_of_every_part",
+    ),
+    "reward.parts.NAME.retries": "scoring/test_combined.py::test_a_function_that_raises_is_named_by_its_table",
+    "reward.parts.NAME.on_failure": f"{COMBINED}::test_a_part_says_for_itself_whether_its_failure_stops_the_run",
     "reward.device": "models/test_external.py::test_where_and_how_wide_auto_is",
     "reference.engine": "scoring/service/test_llama_server.py::test_a_run_whose_reference_is_a_llama_server",
     "reward.engine": "training/test_own_models.py::test_a_run_scored_by_onnx_runtime",

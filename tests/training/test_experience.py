@@ -42,6 +42,7 @@ def scored(
         values=on_tokens(values),
         last_values=torch.full((rows,), 7.0),
         scores=torch.tensor(scores),
+        score_parts=torch.tensor(scores)[:, None],
     )
 
 

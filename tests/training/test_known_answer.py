@@ -32,6 +32,7 @@ def test_what_is_paid_for_becomes_likely(tmp_path: Path) -> None:
         "learning_rate": 1e-2, "kl_coef": 0.01,
     }  # fmt: skip
     changes = merged(by_function("pays_for_a", **ppo), {"critic": {"learning_rate": 5e-3}, "checkpoint": {"every": 25}})
+    changes = merged(changes, {"seed": 1, "precision": {"compute": "float32"}})  # rounding decides what seed 0 learns
     changes = merged(changes, {"sampling": {"extra_eos_token_ids": None}, "evaluation": {"every": 5}})
     tree = settings(tmp_path, changes)
     with torch.enable_grad():

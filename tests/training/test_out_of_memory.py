@@ -22,6 +22,7 @@ from fourfold.models.assembly import assemble
 from fourfold.models.loading import load_base
 from fourfold.models.roles import Activations
 from fourfold.planner.advice import mib
+from fourfold.scoring.combined import parts_of
 from fourfold.training import reward_model, supervised, update
 from fourfold.training.pipeline import prepare
 from fourfold.training.ppo import build_trainer, reward_source
@@ -235,11 +236,11 @@ def test_score_takes_fewer_rows_and_asks_the_reward_once_a_row(scene: Scene, rol
     rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
     expected, _ = smaller._score(rollout, activations)
     asked: list[int] = []
-    reward = trainer.reward
+    [part] = parts_of(trainer.reward)
 
     def counted(activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         asked.append(len(rollout.sequences))
-        return reward(activations, rollout)
+        return part.source(activations, rollout)
 
     trainer.reward = counted
     break_passes(getattr(trainer.models, role).branch, MemoryError, first=0, backward=False, grad=False)

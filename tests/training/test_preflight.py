@@ -16,6 +16,7 @@ from fourfold.config import ConfigError, dump_toml
 from fourfold.config.checks.precision import precision_warnings
 from fourfold.errors import RunFailed
 from fourfold.models.residency import place
+from fourfold.scoring.combined import parts_of
 from fourfold.training.preflight import BOUNDS, ReferenceBias
 from fourfold.training.trainer import Trainer
 from tiny import tiny_directory
@@ -200,7 +201,8 @@ def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:
     trainer.check()
     assert torch.equal(torch.get_rng_state(), before)
     rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
-    scores, _ = trainer.reward(activations, rollout)
+    [part] = parts_of(trainer.reward)
+    scores, _ = part.source(activations, rollout)
     assert trainer.models.critic.head.linear.bias.item() == pytest.approx(float(scores[:2].mean()), abs=1e-6)
 
 
@@ -211,7 +213,8 @@ def scored(gaps: list[list[float]]) -> ScoredRollout:
     held[rollout.response_mask] = -torch.tensor([gap for row in gaps for gap in row])
     zeros, per_row = torch.zeros_like(held), torch.zeros(len(gaps))
     given = {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
-    return ScoredRollout(**given, ref_log_probs=held, kl=zeros, values=zeros, last_values=per_row, scores=per_row)
+    said = {"values": zeros, "last_values": per_row, "scores": per_row, "score_parts": per_row[:, None]}
+    return ScoredRollout(**given, ref_log_probs=held, kl=zeros, **said)
 
 
 def test_the_bias_and_its_error_of_numbers_worked_out_by_hand() -> None:

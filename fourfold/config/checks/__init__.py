@@ -8,6 +8,7 @@ from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.own_models import reference_engine, reward_model
+from fourfold.config.checks.parts import reward_parts
 from fourfold.config.checks.precision import precision
 from fourfold.config.checks.sampling import sampling
 from fourfold.config.checks.service import (
@@ -44,6 +45,7 @@ def problems(config: RunConfig) -> list[str]:
         *batch_sizes(config),
         *optimizers(config),
         *reward_source(config),
+        *reward_parts(config),
         *reward_model(config),
         *reference_engine(config),
         *ppo(config),

@@ -94,9 +94,11 @@ def _of_the_reference(config: RunConfig, because: Because) -> None:
 
 
 def _of_the_reward(reward: RewardSection, because: Because) -> None:
-    if reward.source == "function":
-        because("reward.source = 'function' has no reward model", "reward", "residency")
-        because("reward.source = 'function' has no reward model", "precision", "reward")
+    if not reward.has_model:
+        because(f"reward.source = {reward.source!r} has no reward model", "reward", "residency")
+        because(f"reward.source = {reward.source!r} has no reward model", "precision", "reward")
+    if reward.source != "combined":
+        because(f"reward.source = {reward.source!r} adds nothing up", "reward", "parts")
     if reward.source != "checkpoint":
         because(f"reward.source = {reward.source!r} loads no reward model", "reward", "checkpoint")
     if reward.source != "function":
@@ -132,9 +134,9 @@ def is_given(config: RunConfig, key: str) -> bool:
     section: Any = config
     *path, name = key.split(".")
     for part in path:
-        if part not in section.model_fields_set:
+        if part not in (section if isinstance(section, dict) else section.model_fields_set):
             return False
-        section = getattr(section, part)
+        section = section[part] if isinstance(section, dict) else getattr(section, part)
     return name in section.model_fields_set
 
 

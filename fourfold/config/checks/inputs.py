@@ -68,14 +68,19 @@ def reward_source(config: RunConfig) -> Iterator[str]:
             "reward.checkpoint: not given, but reward.source = 'checkpoint' needs the folder of a trained reward model"
         )
     if reward.source == "function":
-        module, _, name = reward.function.partition(":")
-        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            yield (
-                f"reward.function: given {reward.function!r}, but reward.source = 'function' needs 'module:name', "
-                "such as 'my_rewards:politeness'"
-            )
-        if "ppo" in config.stages and config.critic.init == "reward":
-            yield (
-                "critic.init: 'reward' copies the reward model, and reward.source = 'function' has none; "
-                "allowed: 'actor' or 'base'; try critic.init = 'actor'"
-            )
+        yield from function_problem("reward", reward.function)
+    if not reward.has_model and "ppo" in config.stages and config.critic.init == "reward":
+        yield (
+            f"critic.init: 'reward' copies the reward model, and reward.source = {reward.source!r} has none; "
+            "allowed: 'actor' or 'base'; try critic.init = 'actor'"
+        )
+
+
+def function_problem(key: str, function: str) -> Iterator[str]:
+    """What is wrong with the name of a reward function that stands in table `key`."""
+    module, _, name = function.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        yield (
+            f"{key}.function: given {function!r}, but {key}.source = 'function' needs 'module:name', "
+            "such as 'my_rewards:politeness'"
+        )

@@ -17,7 +17,7 @@ def roles_at_a_service(config: RunConfig) -> list[str]:
 
 def roles_of_a_service(config: RunConfig) -> list[str]:
     """Names of the frozen roles that a `fourfold serve` can hold, of the run's own model or of one of their own."""
-    can = {"reference": config.reference.engine == "torch", "reward": config.reward.source != "function"}
+    can = {"reference": config.reference.engine == "torch", "reward": config.reward.has_model}
     return [role for role, held in can.items() if held]
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fourfold.config.sections.base import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from fourfold.config.sections.models import RESIDENCY
+from fourfold.config.sections.parts import FUNCTION, PartSection
 
 
 class OptimizerSection(Section):
@@ -48,16 +49,43 @@ class RewardSection(OptimizerSection):
         """Whether the reward model is made of the run's own model: a head above a copy of its layers."""
         return self.source in ("train", "checkpoint")
 
-    source: Literal["train", "checkpoint", "function", "model"] = Field(
+    @property
+    def has_model(self) -> bool:
+        """Whether a role `reward` computes, here or elsewhere."""
+        return self.of_the_base or self.source == "model"
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """Names of the columns of `ScoredRollout.score_parts`: those of the parts, in the order of the file."""
+        return tuple(self.parts) if self.source == "combined" else ("score",)
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The Python functions that are called, by the table that names them."""
+        if self.source == "function":
+            return {"reward": self.function}
+        named = {f"reward.parts.{name}": part for name, part in self.parts.items()}
+        return {key: part.function for key, part in named.items() if part.source == "function"}
+
+    @property
+    def on_invalid(self) -> Literal["stop", "drop"]:
+        """What a row without a valid score does to the step; parts have seen to their own."""
+        return "drop" if self.source == "combined" else self.on_failure
+
+    source: Literal["train", "checkpoint", "function", "model", "combined"] = Field(
         default="train",
-        description="Train a reward model on the pairs, load one of those, call a Python function, or take a text "
-        "classifier of any family, which reads the responses as text.",
+        description="Train a reward model on the pairs, load one of those, call a Python function, take a text "
+        "classifier of any family, which reads the responses as text, or add up the [reward.parts.NAME].",
+    )
+    parts: dict[str, PartSection] = Field(
+        default_factory=dict,
+        description="A part of the reward (source = 'combined'); NAME is its own. A row's score is the sum of weight x "
+        "score over all parts, and it has none where a part has none. Metrics of each part bear its name.",
     )
     checkpoint: str = Field(default="", description="Folder of a trained reward model (source = 'checkpoint').")
     function: str = Field(
         default="",
-        description="'module:name' of a Python function (source = 'function'): "
-        "takes prompts and responses (lists of str), returns a list of float.",
+        description=FUNCTION,
     )
     model: str = Field(
         default="",

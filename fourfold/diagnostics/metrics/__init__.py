@@ -9,7 +9,7 @@ from fourfold.diagnostics.metrics.metric import Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
 from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
-__all__ = ["METRICS", "Metric", "check_row", "metrics_markdown"]
+__all__ = ["METRICS", "Metric", "check_row", "metrics_markdown", "table_name"]
 
 _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
     "ppo_step": {
@@ -34,11 +34,16 @@ METRICS: dict[str, dict[str, Metric]] = {
 }
 
 
+def table_name(name: str) -> str:
+    """The name of a metric in the table: what follows a '/' is the name of a part of the reward, written NAME there."""
+    return name if "/" not in name else f"{name.partition('/')[0]}/NAME"
+
+
 def check_row(row: Mapping[str, float], kind: str) -> None:
     """Assert that a row of this kind holds every promised metric and none that the table does not know."""
     assert kind in METRICS, f"rows of kind {kind!r} are not in the table of metrics; known: {', '.join(METRICS)}"
     table = METRICS[kind]
-    unknown = sorted(set(row) - set(table))
+    unknown = sorted(name for name in row if table_name(name) not in table)
     missing = [name for name, metric in table.items() if metric.promised and name not in row]
     assert not unknown and not missing, f"{kind} row: unknown {unknown or 'none'}; missing {missing or 'none'}"
 
@@ -53,6 +58,7 @@ def metrics_markdown() -> str:
         "Rows are lines of `metrics.jsonl`, each with its `kind`. A metric is its formula divided by its denominator.",
         "Where nothing was measured there is no number: a row lacks the actor's losses, ratios and entropy as long as",
         "`critic.warmup_rollouts` last, its gradient norm when it took no step, the judge where none is configured.",
+        "NAME stands for a part of a combined reward (`reward.parts`): such a metric is there once for each part.",
         "After a step in which float16 overflowed in every mini-batch it has neither losses nor norms.",
         "What is healthy is a rule of thumb for runs like the example; settings are named as in the configuration.",
     ]

@@ -12,6 +12,23 @@ LEARNED = "responses learned from"
 SAMPLED_TOKENS = "response tokens of the rollout"
 LEARNED_TOKENS = "response tokens of the responses learned from"
 
+# Of each part of a combined reward: moment, its formula, what is healthy, what to do if not.
+PARTS = (
+    (
+        "mean",
+        "sum",
+        "rises, or stays where another part must not spoil it",
+        "falls while score_mean rises: the other parts outweigh it; raise its weight in `reward.parts`",
+    ),
+    (
+        "std",
+        "standard deviation",
+        "times its weight of the size of the other parts'",
+        "0: the part tells no responses apart; much larger than the others': it alone is learned; change its weight in "
+        "`reward.parts`",
+    ),
+)
+
 COUNTERS = (
     Metric("step", "count", "PPO steps finished", "none", "rises by 1 a row", "none needed"),
     Metric("episodes", "count", "responses sampled since the start", "none", "rises", "none needed"),
@@ -60,6 +77,18 @@ ROLLOUT = (
         "none",
         "within the range seen in reward training",
         "far outside: set `ppo.score_clip`; read that response, it may exploit the reward model",
+    ),
+    *(
+        Metric(
+            f"score_{moment}/NAME",
+            "score",
+            f"{words} of the raw scores of part NAME of the reward, before its weight",
+            VALID,
+            healthy,
+            remedy,
+            promised=False,
+        )
+        for moment, words, healthy, remedy in PARTS
     ),
     Metric(
         "invalid_scores",
@@ -192,6 +221,18 @@ EVALUATION = (
         "rises with eval_score_mean",
         "falls while eval_score_mean rises: the reward model is exploited; raise `ppo.kl_coef`, train it on more pairs",
         promised=False,
+    ),
+    *(
+        Metric(
+            f"eval_score_{moment}/NAME",
+            "score",
+            f"{words} of the raw scores of part NAME of the reward, before its weight",
+            "held-out responses",
+            healthy,
+            f"as for score_{moment}",
+            promised=False,
+        )
+        for moment, words, healthy, _ in PARTS
     ),
     Metric(
         "eval_kl_per_sequence",

@@ -95,7 +95,7 @@ def _cell(plan: Plan, who: str, phase: Phase) -> Cell:
     if who in ROLES:
         counted = work is not None or (phase == "score" and who == "reward")
         does = DOES.get((phase, who), "") if counted else ""
-        if who == "reward" and phase == "score" and scene.config.reward.source == "function":
+        if who == "reward" and phase == "score" and not scene.config.reward.has_model:
             does = "a function scores"
     else:
         does = _shared_does(scene, who, phase, trained=who in trained_parameters(scene))
@@ -126,8 +126,8 @@ def _shared_does(scene: Scene, who: str, phase: Phase, *, trained: bool) -> str:
 
 def _about(scene: Scene, who: str) -> str:
     cut = Cut.of(scene)
-    if who == "reward" and scene.config.reward.source == "function":
-        return "a Python function"
+    if who == "reward" and not scene.config.reward.has_model:
+        return "a Python function" if scene.config.reward.source == "function" else "parts without a model"
     if who == "trunk":
         return f"{cut.trunk} of {scene.base.layers} layers"
     if who == "base":
@@ -145,7 +145,7 @@ def parameters(count: int) -> str:
 
 
 def _place(scene: Scene, who: str) -> str:
-    if who == "reward" and scene.config.reward.source == "function":
+    if who == "reward" and not scene.config.reward.has_model:
         return "outside"
     device = "memory" if scene.on_cpu else "device"
     if elsewhere(scene, who):

@@ -11,7 +11,7 @@ from fourfold.planner.bill import Phase
 from fourfold.planner.scene import Scene
 from fourfold.planner.units import size
 
-Dim = Literal["rollout", "prompt", "response", "prompt+response", "hidden"]
+Dim = Literal["rollout", "prompt", "response", "prompt+response", "hidden", "dimensions"]
 Dtype = Literal["int64", "bool", "float32", "bfloat16", "float16"]
 BYTES: Mapping[Dtype, int] = {"int64": 8, "bool": 1, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -59,8 +59,10 @@ def dimensions(scene: Scene) -> dict[Dim, int]:
     prompt, response = scene.lengths.prompt, scene.lengths.response
     rows = scene.config.ppo.rollout_batch_size
     both = prompt + response
+    parts = len(scene.config.reward.dimensions)
     return {
-        "rollout": rows, "prompt": prompt, "response": response, "prompt+response": both, "hidden": scene.base.hidden
+        "rollout": rows, "prompt": prompt, "response": response, "prompt+response": both, "hidden": scene.base.hidden,
+        "dimensions": parts,
     }  # fmt: skip
 
 
@@ -83,6 +85,7 @@ BATCH: tuple[Tensor, ...] = (
     Tensor("values", "float32", _RESPONSE, "critic", "score"),
     Tensor("last_values", "float32", _ROWS, "critic", "score"),
     Tensor("scores", "float32", _ROWS, "reward", "score"),
+    Tensor("score_parts", "float32", ("rollout", "dimensions"), "reward", "score"),
     Tensor("rewards", "float32", _RESPONSE, "", "learn"),
     Tensor("advantages", "float32", _RESPONSE, "", "learn"),
     Tensor("returns", "float32", _RESPONSE, "", "learn"),

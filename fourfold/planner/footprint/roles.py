@@ -244,8 +244,8 @@ def _attention(scene: Scene) -> Attention:
 
 
 def _product(scene: Scene, kind: str) -> int:
-    """Logits are multiplied in float32 where a CPU has no instructions for half (AVX-512 has those for bfloat16)."""
-    return 4 if scene.on_cpu and kind == "float16" else WIDTHS[kind]
+    """Logits are multiplied in float32 where a CPU has no instructions for the half precision."""
+    return WIDTHS[kind] if not scene.on_cpu or scene.cluster.device.multiplies(kind) else 4
 
 
 def _narrowed(role: Role) -> Role:
