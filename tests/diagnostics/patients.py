@@ -146,10 +146,18 @@ def write_prompts(folder: Path, count: int = 400, held_out: int = 16) -> Tree:
     return {name: {"path": str(folder / f"{name}.jsonl")} for name in ("prompts", "prompts_test")}
 
 
-def patient(folder: Path, reward: str = "healthy", changes: Tree | None = None, *, seed: int = 0, **ppo: Any) -> Tree:
+def patient(
+    folder: Path,
+    reward: str = "healthy",
+    changes: Tree | None = None,
+    *,
+    seed: int = 0,
+    family: str = "llama",
+    **ppo: Any,
+) -> Tree:
     """The settings of a run of some seconds: 15 steps of 32 responses of at most 8 tokens, evaluated every fifth."""
-    if not (folder / "llama").is_dir():
-        tiny_directory(folder / "llama", layers=2)
+    if not (folder / family).is_dir():
+        tiny_directory(folder / family, family, layers=2)
     chosen = {
         "steps": STEPS, "rollout_batch_size": 32, "mini_batch_size": 32, "micro_batch_size": 32, "num_epochs": 4,
         "learning_rate": 1e-3,
@@ -166,7 +174,7 @@ def patient(folder: Path, reward: str = "healthy", changes: Tree | None = None, 
             "checkpoint": {"every": 100},
         },
     )
-    tree = settings(folder, tree)
+    tree = settings(folder, tree, family=family)
     data = {**tree["data"], **write_prompts(folder / "words")}
     return merged({**tree, "data": data}, changes or {})
 

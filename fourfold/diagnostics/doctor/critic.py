@@ -50,10 +50,10 @@ def underfit_bias(records: Records) -> Finding:
     found = over_rows(fit, "systematic")
     confidence = _on_both(records, lambda fit: over_rows(fit, "systematic").above(SYSTEMATIC))
     error, usual = fit.returns - fit.values, float(fit.returns.std())
-    (offset, slope, by_length), _ = least_squares(fit.returns, [fit.values, fit.lengths])
+    (offset, slope, by_length), _ = least_squares(fit.returns, [fit.values, fit.so_far])
     evidence = (
         f"{where} rollout of step {step}: return - value is {error.mean():+.3g} on average (returns have the standard "
-        f"deviation {usual:.3g}); return = {offset:+.2g} {slope:+.2g} value {by_length:+.2g} length; what is "
+        f"deviation {usual:.3g}); return = {offset:+.2g} {slope:+.2g} value {by_length:+.2g} x tokens so far; what is "
         f"systematic is {found.value:.2f} ± {found.error:.2f} of the variance of returns (limit {SYSTEMATIC})"
     )
     return Finding(evidence, confidence, _faster(records), (step, step))
@@ -69,8 +69,8 @@ def underfit_variance(records: Records) -> Finding:
     )
     evidence = (
         f"{where} rollout of step {step}: values explain {explained.value:.2f} ± {explained.error:.2f} of the variance "
-        f"of returns (limit {EXPLAINED}), of which {systematic.value:.2f} could be had by a straight line in value and "
-        f"length; values spread by {fit.values.std():.2g}, returns by {fit.returns.std():.2g}"
+        f"of returns (limit {EXPLAINED}); a straight line in value and in tokens so far would explain "
+        f"{systematic.value:.2f} more; values spread by {fit.values.std():.2g}, returns by {fit.returns.std():.2g}"
     )
     remedy = _faster(records)
     kept = records.last_held_out()[1] if where == "held-out" else records.last_training()[1]
@@ -198,9 +198,9 @@ def overfit(records: Records) -> Finding:
 def length_bias(records: Records) -> Finding:
     """Values follow the length of a response where returns do not."""
     step, fit, where = newest_fit(records)
-    rows = fit.by_row
-    partial = partial_correlation(rows.values, rows.lengths, rows.returns)
-    own = correlation(ranks(rows.returns), ranks(rows.lengths))
+    value, got, length = fit.means()
+    partial = partial_correlation(value, length, got)
+    own = correlation(ranks(got), ranks(length))
     found, real = fisher(abs(partial), fit.rows, 1), fisher(abs(own), fit.rows)
     confidence = min(found.above(fisher(LENGTH, fit.rows).value), found.minus(real).above(0.0))
     evidence = (
@@ -235,7 +235,7 @@ DIAGNOSES = (
         "critic",
         "ill",
         "Values are systematically off, all of them or with the length of the response: advantages point elsewhere.",
-        f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a straight line in value and length leaves of e; "
+        f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a straight line in value and in tokens so far leaves of e; "
         f"{_GROUPS}. Confidence Phi((x - {SYSTEMATIC}) / s), the smaller of both rollouts.",
         "Raise `critic.learning_rate` or `critic.warmup_rollouts`.",
         underfit_bias,

@@ -23,7 +23,7 @@ class Fit:
 
     values: Numbers
     returns: Numbers
-    lengths: Numbers  # tokens of the response so far: what the state knows of its length
+    so_far: Numbers  # tokens of the response before this one: what a state knows of its length
     row: Numbers
     rows: int
 
@@ -37,12 +37,13 @@ class Fit:
         values, returns = (tensor[mask].double().numpy() for tensor in (kept.values, kept.returns))
         if float(kept.scores.std()) <= ALIKE * (1 + float(kept.scores.abs().max())):
             raise CannotJudge("all scores of the kept rollout are alike: there is nothing for a critic to know")
-        return cls(values, returns, kept.lengths.double().numpy()[row], row, rows)
+        so_far = torch.arange(mask.shape[1]).expand_as(mask)[mask].double().numpy()
+        return cls(values, returns, so_far, row, rows)
 
     def chosen(self, rows: Numbers) -> Fit:
         """Of these responses only."""
         keep = numpy.isin(self.row, rows)
-        return Fit(self.values[keep], self.returns[keep], self.lengths[keep], self.row[keep], len(rows))
+        return Fit(self.values[keep], self.returns[keep], self.so_far[keep], self.row[keep], len(rows))
 
     @property
     def explained(self) -> float:
@@ -51,23 +52,19 @@ class Fit:
 
     @property
     def systematic(self) -> float:
-        """Mean square of what a straight line in value and length finds of return - value, over var(return).
+        """Mean square of what a straight line in value and length so far finds of return - value, over var(return).
 
         What is left is scatter: noise of the returns, or of values that follow nothing.
         """
         error = self.returns - self.values
-        _, left = least_squares(error, [self.values, self.lengths])
+        _, left = least_squares(error, [self.values, self.so_far])
         return float((error**2).mean() - (left**2).mean()) / float(self.returns.var())
 
-    @property
-    def by_row(self) -> Fit:
-        """Means over each response."""
-        count = numpy.bincount(self.row, minlength=self.rows)
-        value, got, length = (
-            numpy.bincount(self.row, numbers, self.rows) / count
-            for numbers in (self.values, self.returns, self.lengths)
-        )
-        return Fit(value, got, length, numpy.arange(self.rows), self.rows)
+    def means(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Of each response: mean value, mean return, and its length in tokens."""
+        length = numpy.bincount(self.row, minlength=self.rows).astype(numpy.float64)
+        value, got = (numpy.bincount(self.row, each, self.rows) / length for each in (self.values, self.returns))
+        return value, got, length
 
 
 def newest_fit(records: Records) -> tuple[int, Fit, str]:

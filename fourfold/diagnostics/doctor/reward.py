@@ -17,7 +17,7 @@ from fourfold.diagnostics.doctor.robust import (
 from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
 
 # Share of responses with the very same highest score, and of those that the clip holds.
-SAME, CLIPPED = 0.8, 0.2
+SAME, CLIPPED = 0.75, 0.2
 # Distance of a score from the median, in spreads.
 FAR = 20.0
 FAILING = 0.0
