@@ -24,6 +24,7 @@ COMMANDS = {
     "sft": "the first stage alone: supervised fine-tuning",
     "reward": "the second stage alone: train the reward model on preference pairs",
     "ppo": "the third stage alone: PPO with actor, critic, reference and reward",
+    "doctor": "say what is wrong with a run, with evidence, and which setting to change",
     "sample": "write with the trained actor beside the reference",
     "serve": "score for other runs: reference and reward as a service over HTTP",
     "export": "turn the trained actor into a plain Hugging Face folder",

@@ -44,7 +44,9 @@ class RunFolder:
 
     def note_stopped(self, stage: str, error: BaseException) -> None:
         """Write down what a stage ended with before its end, for those who look at the folder later."""
-        self.write_json(f"{stage}/{STOPPED}", {"error": str(error), "kind": type(error).__name__})
+        self.write_json(
+            f"{stage}/{STOPPED}", {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
+        )
 
     def note_started(self, stage: str) -> None:
         """A stage goes on: what it was stopped by is over."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.diagnostics.doctor import Examination, examine
+from fourfold.diagnostics.doctor import Examination, Verdict, examine
 from fourfold.errors import RunFailed
 from fourfold.rollout import decoder
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.local import LocalSampler
+from fourfold.training import update
 from tiny import sentences, tiny_directory
 from training.runs import Tree, by_function, merged, run, settings
 
 # The last word of a prompt, and what it is worth: a critic can know it, on held-out prompts too.
 WORTH = {" the": -1.5, " and": -0.5, " with": 0.5, " a": 1.5}
-STEPS = 15
+STEPS, ROWS = 15, 32
 calls = 0
 
 
@@ -113,6 +114,15 @@ def none_for_some(prompts: list[str], responses: list[str]) -> list[float | None
     ]
 
 
+def raises(prompts: list[str], responses: list[str]) -> list[float]:
+    """A service that is gone after some calls."""
+    global calls
+    calls += 1
+    if calls > 4:
+        raise ConnectionError("refused")
+    return healthy(prompts, responses)
+
+
 def slow(prompts: list[str], responses: list[str]) -> list[float]:
     """Takes longer than all the rest of a step."""
     import time
@@ -121,12 +131,13 @@ def slow(prompts: list[str], responses: list[str]) -> list[float]:
     return healthy(prompts, responses)
 
 
-def write_pairs(folder: Path, count: int = 24, held_out: int = 60) -> Tree:
-    """Pairs of texts of which a coin has chosen one."""
+def write_pairs(folder: Path, chosen: int = 24, rejected: int = 24, *, count: int = 24, held_out: int = 60) -> Tree:
+    """Pairs of texts, cut to so many letters, of which a coin has chosen one."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn, lines = random.Random(1), sentences()
-    texts = [(" " + line[start : start + 24]) for line in lines for start in (0, 8, 16)]
-    rows = [dict(zip(("chosen", "rejected"), drawn.sample(texts, 2), strict=True)) for _ in range(count + held_out)]
+    texts = [(" " + line[start:]) for line in lines for start in (0, 8, 16)]
+    pairs = [drawn.sample(texts, 2) for _ in range(count + held_out)]
+    rows = [{"chosen": one[:chosen], "rejected": other[:rejected]} for one, other in pairs]
     for name, some in (("pairs", rows[:count]), ("pairs_test", rows[count:])):
         lines = [json.dumps({"prompt": "the", **row}) + "\n" for row in some]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -159,8 +170,8 @@ def patient(
     if not (folder / family).is_dir():
         tiny_directory(folder / family, family, layers=2)
     chosen = {
-        "steps": STEPS, "rollout_batch_size": 32, "mini_batch_size": 32, "micro_batch_size": 32, "num_epochs": 4,
-        "learning_rate": 1e-3,
+        "steps": STEPS, "rollout_batch_size": ROWS, "mini_batch_size": ROWS, "micro_batch_size": ROWS, "num_epochs": 4,
+        "learning_rate": 2e-3,
     } | ppo  # fmt: skip
     tree = merged(
         by_function("", **chosen),
@@ -188,9 +199,28 @@ def examined(tree: Tree) -> Examination:
     return examine(Path(tree["output"]))
 
 
-def names(examination: Examination) -> set[str]:
-    """What was found that is not good."""
-    return {verdict.name for verdict in examination.verdicts if verdict.severity != "good"}
+def found(examination: Examination, *expected: str, also: Set[str] = frozenset()) -> dict[str, Verdict]:
+    """All that is not good, by name: what was expected, and of the rest only what may come of it."""
+    verdicts = {verdict.name: verdict for verdict in examination.verdicts if verdict.severity != "good"}
+    assert set(expected) <= verdicts.keys(), examination
+    assert verdicts.keys() <= {*expected, *also}, examination
+    return verdicts
+
+
+@contextlib.contextmanager
+def memory_for_half() -> Iterator[None]:
+    """The first backward pass of the critic over all rows runs out of memory."""
+    real, failed = update.value_objective, []
+
+    def once(values: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if not failed:
+            failed.append(len(values))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(values, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "value_objective", once)
+        yield
 
 
 @contextlib.contextmanager
@@ -240,7 +270,7 @@ def replaying() -> Iterator[None]:
     kept: list[Any] = []
 
     def generate(self: LocalSampler, prompts: Any, *, policy_version: int) -> Any:
-        if len(prompts.tokens) != 32 or policy_version == 0:  # held-out prompts, and pre-flight
+        if len(prompts.tokens) != ROWS or policy_version == 0:  # held-out prompts, and pre-flight
             return real(self, prompts, policy_version=policy_version)
         if not kept:
             kept.append(real(self, prompts, policy_version=policy_version))

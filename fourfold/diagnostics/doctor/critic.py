@@ -235,7 +235,7 @@ DIAGNOSES = (
         "critic",
         "ill",
         "Values are systematically off, all of them or with the length of the response: advantages point elsewhere.",
-        f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a straight line in value and in tokens so far leaves of e; "
+        f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a line in value and tokens so far leaves of e; "
         f"{_GROUPS}. Confidence Phi((x - {SYSTEMATIC}) / s), the smaller of both rollouts.",
         "Raise `critic.learning_rate` or `critic.warmup_rollouts`.",
         underfit_bias,
