@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 import numpy
 
-from fourfold.diagnostics.doctor.fit import ALIKE, Fit, first_states, newest_fit, over_rows, rank_correlation
+from fourfold.diagnostics.doctor.fit import (
+    ALIKE,
+    Fit,
+    first_states,
+    newest_fit,
+    newest_kept,
+    over_rows,
+    rank_correlation,
+)
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, Series
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
@@ -31,7 +39,7 @@ OSCILLATES, JUMPS = 3.0, 10.0
 MEMORISED = 0.3
 LENGTH = 0.5
 # Variance of returns of responses to one prompt, in parts of what values miss at the first token.
-NOISE = 0.8
+NOISE = 0.5
 DRIFT = 0.1
 
 
@@ -72,17 +80,24 @@ def underfit_variance(records: Records) -> Finding:
         f"of returns (limit {EXPLAINED}); a straight line in value and in tokens so far would explain "
         f"{systematic.value:.2f} more; values spread by {fit.values.std():.2g}, returns by {fit.returns.std():.2g}"
     )
-    remedy = _faster(records)
-    kept = records.last_held_out()[1] if where == "held-out" else records.last_training()[1]
-    if (first := first_states(kept)) is not None:
+    if (first := first_states(newest_kept(records)[1])) is not None:
         evidence += (
             f"; at the first token values miss by {first[0] ** 0.5:.2g} (root mean square), responses to one prompt "
             f"differ by {first[1] ** 0.5:.2g}"
         )
-        if first[1] > NOISE * first[0]:
-            more = 2 * records.config.sampling.responses_per_prompt
-            remedy = f"sampling.responses_per_prompt = {more}  # returns differ as much without any other prompt"
-    return Finding(evidence, confidence, remedy, (step, step))
+    return Finding(evidence, confidence, _more(records) or _faster(records), (step, step))
+
+
+def _more(records: Records) -> str:
+    """The remedy where returns of one prompt's responses differ so much that the critic is not to blame, else ""."""
+    try:
+        first = first_states(newest_kept(records)[1])
+    except CannotJudge:
+        return ""
+    if first is None or first[1] <= NOISE * first[0]:
+        return ""
+    more = 2 * records.config.sampling.responses_per_prompt
+    return f"sampling.responses_per_prompt = {more}  # returns differ that much among responses to one prompt"
 
 
 def _faster(records: Records) -> str:
@@ -118,6 +133,8 @@ def plateau(records: Records) -> Finding:
 
 
 def _plateau_remedy(records: Records) -> str:
+    if more := _more(records):
+        return more
     if records.config.critic.learning_rate >= records.config.ppo.learning_rate > 0:
         if any(row.get("trunk_drift", 0.0) > DRIFT for row in records.rows):
             return f"trunk.lr_scale = {records.config.trunk.lr_scale / 10:g}  # the trunk moves under the critic"

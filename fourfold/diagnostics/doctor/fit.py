@@ -67,14 +67,18 @@ class Fit:
         return value, got, length
 
 
-def newest_fit(records: Records) -> tuple[int, Fit, str]:
-    """Of the newest held-out rollout, or of the newest training rollout where none is held out."""
+def newest_kept(records: Records) -> tuple[int, Experience, str]:
+    """The newest held-out rollout, or the newest training rollout where none is held out."""
     try:
-        step, kept = records.last_held_out()
-        return step, Fit.of(kept), "held-out"
+        return *records.last_held_out(), "held-out"
     except CannotJudge:
-        step, kept = records.last_training()
-        return step, Fit.of(kept), "training"
+        return *records.last_training(), "training"
+
+
+def newest_fit(records: Records) -> tuple[int, Fit, str]:
+    """Of that rollout."""
+    step, kept, where = newest_kept(records)
+    return step, Fit.of(kept), where
 
 
 def over_rows(fit: Fit, name: str) -> Estimate:

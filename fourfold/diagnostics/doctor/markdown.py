@@ -37,10 +37,10 @@ healthy" needs besides that values surely explain more than the limit of "critic
 **Statistics.** The *spread* of numbers is 1.4826 x median |x - median(x)|, or 1.2533 x mean |x - median(x)| where more
 than half of them are equal. The *level* of a metric over steps is its median; its error is 1.2533 x spread /
 sqrt(n (1 - r) / (1 + r)), r being the correlation of neighbouring steps (between 0 and {MOST_AUTOCORRELATION:g}).
-The first and the last *third* of the steps have at least {FEWEST_STEPS} and at most {MOST_STEPS} steps. Tokens of one response are not
-independent: errors of what is read from rollouts count responses (by leaving out each of {GROUPS} groups of them, or as
-the ratio of two sums). Limits are rules of thumb, so far from what healthy runs do that five seeds of the healthy run
-of the tests stay clear of every one; each disease is shown by a run made ill on purpose
+The first and the last *third* of the steps have at least {FEWEST_STEPS} and at most {MOST_STEPS} steps. Tokens of one
+response are not independent: errors of what is read from rollouts count responses (by leaving out each of {GROUPS}
+groups of them, or as the ratio of two sums). Limits are rules of thumb, so far from what healthy runs do that five
+seeds of the healthy run of the tests stay clear of every one; each disease is shown by a run made ill on purpose
 (`tests/diagnostics/test_doctor_*.py`).
 """
 
