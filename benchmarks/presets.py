@@ -30,8 +30,8 @@ from benchmarks.results import (
     write_result,
 )
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
+from fourfold.config.loading import saved_config
 from fourfold.diagnostics.trackers import read_jsonl
-from fourfold.training.folder import saved_config
 from fourfold.training.timeline import TIMELINE
 
 Summary = dict[str, Any]

@@ -13,6 +13,7 @@ from scipy.stats import norm, rankdata, spearmanr
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     autocorrelation,
+    correlation,
     fisher,
     jackknife,
     least_squares,
@@ -75,13 +76,19 @@ def test_ranks_are_those_of_scipy(x: list[float]) -> None:
     assert ranks(x).tolist() == rankdata(x).tolist()
 
 
+def test_a_correlation_is_that_of_numpy() -> None:
+    x, y = RANDOM.normal(size=(2, 30))
+    assert correlation(x, y) == pytest.approx(float(numpy.corrcoef(numpy.stack([x, y])).item(1)))
+    assert correlation(x, numpy.ones(30)) == 0.0
+
+
 def test_a_partial_correlation_is_that_of_what_the_third_leaves() -> None:
     """Residuals of ranks regressed on ranks, correlated: the definition, computed another way."""
     z = RANDOM.normal(size=200)
     x, y = z + RANDOM.normal(size=200), -z + RANDOM.normal(size=200)
     left = [rankdata(v) - numpy.polyval(numpy.polyfit(rankdata(z), rankdata(v), 1), rankdata(z)) for v in (x, y)]
-    assert partial_correlation(x, y, z) == pytest.approx(numpy.corrcoef(*left)[0, 1], abs=1e-9)
-    assert abs(partial_correlation(x, y, z)) < 0.2 < abs(spearmanr(x, y)[0])
+    assert partial_correlation(x, y, z) == pytest.approx(correlation(*left), abs=1e-9)
+    assert abs(partial_correlation(x, y, z)) < 0.2 < -float(numpy.asarray(spearmanr(x, y))[0])
     assert partial_correlation(x, y, x) == 0.0, "x says all of itself"
 
 
@@ -90,7 +97,7 @@ def test_fisher_covers() -> None:
     inside, true = 0, math.atanh(0.5)
     for _ in range(1_000):
         pairs = RANDOM.multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]], size=40)
-        found = fisher(float(numpy.corrcoef(pairs.T)[0, 1]), 40)
+        found = fisher(correlation(*pairs.T), 40)
         inside += abs(found.value - true) < 1.96 * found.error
     assert inside / 1_000 == pytest.approx(0.95, abs=0.02)
     assert fisher(0.5, 40, 1).error == pytest.approx(1 / 6)

@@ -149,6 +149,7 @@ def test_a_few_pairs_are_learned_and_the_stored_model_is_standardised(tmp_path: 
     config = make_config(merged(tree, merged(changes, SHARINGS[sharing])))
     with torch.enable_grad():
         metrics = run(merged(tree, merged(changes, SHARINGS[sharing])))["stages"]["reward"]
+    assert 0.5 < metrics.pop("pair_confidence") < 1.0
     assert metrics == {"pairs": 3, "pair_accuracy": 1.0, "test_pairs": 3}
 
     base = load_base(config)

@@ -10,7 +10,7 @@ import torch
 from fourfold.algorithms.statistics import spearman
 from fourfold.batch import Experience
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
-from fourfold.diagnostics.doctor.robust import Estimate, Numbers, jackknife, least_squares
+from fourfold.diagnostics.doctor.robust import Estimate, Indices, Numbers, jackknife, least_squares
 
 FEWEST_ROWS = 8
 # Scores that differ by less than this part of themselves are one score.
@@ -24,7 +24,7 @@ class Fit:
     values: Numbers
     returns: Numbers
     so_far: Numbers  # tokens of the response before this one: what a state knows of its length
-    row: Numbers
+    row: Indices
     rows: int
 
     @classmethod
@@ -40,7 +40,7 @@ class Fit:
         so_far = torch.arange(mask.shape[1]).expand_as(mask)[mask].double().numpy()
         return cls(values, returns, so_far, row, rows)
 
-    def chosen(self, rows: Numbers) -> Fit:
+    def chosen(self, rows: Indices) -> Fit:
         """Of these responses only."""
         keep = numpy.isin(self.row, rows)
         return Fit(self.values[keep], self.returns[keep], self.so_far[keep], self.row[keep], len(rows))

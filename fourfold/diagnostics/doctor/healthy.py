@@ -30,6 +30,9 @@ def _policy(records: Records) -> Finding:
         f"entropy {entropy.start.value:.3g} -> {entropy.end.value:.3g} nats a token, KL {kl.end.value:.3g} nats a "
         f"response, {clipped.end.value:.1%} clipped"
     )
+    if records.preflight.get("fresh"):
+        ratio, gap = records.preflight["ratio_gap_mean"], records.preflight["kl_gap_mean"]
+        evidence += f"; before the first step |log ratio| was {ratio:.1e} and KL {gap:.1e} nats a token"
     return Finding(evidence, 1.0, "", entropy.all_steps)
 
 

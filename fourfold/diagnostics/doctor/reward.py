@@ -98,7 +98,8 @@ def length_bias(records: Records) -> Finding:
     found = fisher(abs(r), len(scores))
     evidence = f"step {step}: score and length have the rank correlation {r:+.2f} (limit {LENGTH})"
     shortest, longest = int(numpy.quantile(lengths, 0.25)), int(numpy.quantile(lengths, 0.75))
-    remedy = f"ppo.length_penalty = 0.1  # with ppo.length_range = [{shortest}, {longest}]; or mend the reward"
+    free = f"ppo.length_range = [{shortest}, {longest}]"
+    remedy = f"ppo.length_penalty = 0.1; {free}  # half of the responses are that long; or mend the reward"
     return Finding(evidence, found.above(fisher(LENGTH, len(scores)).value), remedy, (step, step))
 
 

@@ -10,6 +10,7 @@ import numpy
 from numpy.typing import ArrayLike, NDArray
 
 Numbers = NDArray[numpy.float64]
+Indices = NDArray[numpy.intp]
 # Of normal numbers: standard deviation / median absolute deviation, / mean absolute deviation, error of median / mean.
 MAD_TO_STD, MEAN_DEVIATION_TO_STD, MEDIAN_ERROR = 1.4826, math.sqrt(math.pi / 2), math.sqrt(math.pi / 2)
 # More autocorrelation than this is not told from a trend by a few dozen numbers.
@@ -127,7 +128,7 @@ def fisher(r: float, n: int, controlled: int = 0) -> Estimate:
     return Estimate(math.atanh(bounded), 1 / math.sqrt(free) if free > 0 else math.inf)
 
 
-def jackknife(rows: int, statistic: Callable[[Numbers], float], groups: int = GROUPS) -> Estimate:
+def jackknife(rows: int, statistic: Callable[[Indices], float], groups: int = GROUPS) -> Estimate:
     """A statistic of independent rows; its error by leaving out each of ten groups of rows (Shao and Tu 1995, 1.3).
 
     `statistic` takes the indices of the rows that stay.
@@ -144,5 +145,5 @@ def jackknife(rows: int, statistic: Callable[[Numbers], float], groups: int = GR
 def least_squares(y: Numbers, columns: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
     """Coefficients of y on a constant and these columns, and what they leave of y."""
     design = numpy.stack([numpy.ones_like(y), *columns], axis=1)
-    found, *_ = numpy.linalg.lstsq(design, y, rcond=None)
+    found = numpy.asarray(numpy.linalg.lstsq(design, y, rcond=None)[0], dtype=numpy.float64)
     return found, y - design @ found

@@ -20,9 +20,8 @@ def bubble(records: Records) -> Finding:
         f"{score.end_steps[1]} (limit {BUBBLE:.0%})"
     )
     sampling = records.config.sampling
-    remedy = "sampling.overlap_scoring = true  # with sampling.batch_size = " + str(
-        max(1, records.config.ppo.rollout_batch_size // 4)
-    )
+    slots = max(1, records.config.ppo.rollout_batch_size // 4)
+    remedy = f"sampling.overlap_scoring = true; sampling.batch_size = {slots}  # responses that have ended are scored"
     if sampling.overlap_scoring:
         hidden = records.series("score_hidden_share").end
         evidence += f"; {hidden.value:.0%} of what goes on beside sampling is hidden"
