@@ -16,6 +16,9 @@ from beartype import beartype
 from jaxtyping import Bool, Float32, Int64, jaxtyped
 from torch import Tensor
 
+# Fields with a second axis that is not the response's.
+_WITHOUT_TOKENS = ("score_parts", "score_weights", "last_values")
+
 
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Rollout:
             "prompt_mask": self.prompt_mask[:, start:],
             "sequences": self.sequences[:, start : self.prompt_length + longest],
         }
-        others = {*kept, "score_parts"}  # which has no response tokens
+        others = {*kept, *_WITHOUT_TOKENS}
         responses = [f.name for f in fields(self) if f.name not in others and getattr(self, f.name).ndim > 1]
         return replace(self, **kept, **{name: getattr(self, name)[:, :longest] for name in responses})
 
@@ -103,7 +106,8 @@ class ScoredRollout(Rollout):
     """A rollout with the opinions of reference, critic and reward.
 
     `score_parts` are the raw scores of the parts of the reward, one column a part in the order of the settings (one
-    column where the reward has one source); `scores` are their weighted sum, raw too.
+    column where the reward has one source); `scores` are their sum by `score_weights`, raw too. A critic of several
+    dimensions has a value for each part and a last one for the penalties; a scalar one has no such axis.
 
     `kl` is the per-token KL(actor, reference) by the estimator of the run. It is kept because the exact one ("full")
     cannot be derived from the two log-probs; it is the number that is penalised and the number that is logged.
@@ -112,17 +116,41 @@ class ScoredRollout(Rollout):
 
     ref_log_probs: Float32[Tensor, "batch response"]
     kl: Float32[Tensor, "batch response"]
-    values: Float32[Tensor, "batch response"]
-    last_values: Float32[Tensor, "batch"]
+    values: Float32[Tensor, "batch response *values"]
+    last_values: Float32[Tensor, "batch *values"]
     scores: Float32[Tensor, "batch"]
-    score_parts: Float32[Tensor, "batch dimensions"]
+    score_parts: Float32[Tensor, "batch parts"]
+    score_weights: Float32[Tensor, "batch parts"]
+
+    @property
+    def by_dimension(self) -> bool:
+        """Whether values, rewards and returns are there for each part of the reward and the penalties."""
+        return self.values.ndim > self.response_mask.ndim
+
+    @property
+    def dimension_weights(self) -> Float32[Tensor, "batch values"]:
+        """What each dimension of the critic counts in the total: the parts' weights, and 1 for the penalties."""
+        return torch.cat([self.score_weights, torch.ones_like(self.score_weights[:, :1])], dim=1)
+
+    def total(self, x: Float32[Tensor, "batch *any values"]) -> Float32[Tensor, "batch *any"]:
+        """sum over dimensions k of w_k x_k with each row's weights; of a scalar critic x is the total already.
+
+        A product of matrices would round otherwise with other rows beside it; this is the same number for each row.
+        """
+        if not self.by_dimension:
+            return x
+        weights = self.dimension_weights
+        return (x * weights.view(len(weights), *[1] * (x.ndim - 2), -1)).sum(dim=-1)
 
 
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True, slots=True)
 class Experience(ScoredRollout):
-    """A scored rollout with shaped per-token `rewards`, and the `advantages` and `returns` that are learned from."""
+    """A scored rollout with shaped per-token `rewards`, and the `advantages` and `returns` that are learned from.
 
-    rewards: Float32[Tensor, "batch response"]
+    Advantages are those of the weighted total, whatever dimensions the critic has.
+    """
+
+    rewards: Float32[Tensor, "batch response *values"]
     advantages: Float32[Tensor, "batch response"]
-    returns: Float32[Tensor, "batch response"]
+    returns: Float32[Tensor, "batch response *values"]

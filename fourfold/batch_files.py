@@ -24,7 +24,7 @@ from fourfold.files import write_atomically
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _METADATA_KEY = b"fourfold"
 _STAGES: dict[str, type[Rollout]] = {stage.__name__: stage for stage in (Rollout, ScoredRollout, Experience)}
 

@@ -20,7 +20,7 @@ from fourfold.batch_files import read_batch, write_batch
 PROMPT, RESPONSE = 3, 5
 
 
-def make_batch(stage: type[Rollout], lengths: list[int], seed: int = 0) -> Any:
+def make_batch(stage: type[Rollout], lengths: list[int], seed: int = 0, values: tuple[int, ...] = ()) -> Any:
     """A batch of any stage with random numbers in every float column, in the padding too."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(lengths)
@@ -32,9 +32,12 @@ def make_batch(stage: type[Rollout], lengths: list[int], seed: int = 0) -> Any:
         "policy_version": torch.arange(rows) + 7,
         "prompt_id": torch.arange(rows) * 10,
     }
-    for name in ("last_values", "scores"):
-        tensors[name] = torch.randn(rows, generator=generator)
-    tensors["score_parts"] = torch.randn(rows, 2, generator=generator)
+    tensors["scores"] = torch.randn(rows, generator=generator)
+    for name in ("score_parts", "score_weights"):
+        tensors[name] = torch.randn(rows, 2, generator=generator)
+    tensors["last_values"] = torch.randn(rows, *values, generator=generator)
+    for name in ("values", "rewards", "returns"):
+        tensors[name] = torch.randn(rows, RESPONSE, *values, generator=generator)
     for field in fields(Experience):
         if field.name not in tensors:
             tensors[field.name] = torch.randn(rows, RESPONSE, generator=generator)
@@ -64,13 +67,21 @@ def rewrite_header(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("stage", [Rollout, ScoredRollout, Experience])
 @settings(deadline=None, max_examples=10)
-@given(lengths=st.lists(st.integers(1, RESPONSE - 1), min_size=1, max_size=6), seed=st.integers(0, 99))
+@given(
+    lengths=st.lists(st.integers(1, RESPONSE - 1), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    values=st.sampled_from([(), (1,), (3,)]),
+)
 def test_every_stage_comes_back_bit_for_bit(
-    stage: type[Rollout], lengths: list[int], seed: int, tmp_path_factory: pytest.TempPathFactory
+    stage: type[Rollout],
+    lengths: list[int],
+    seed: int,
+    values: tuple[int, ...],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Also where no row fills the padded length: the shape is kept, not derived from the rows."""
+    """Also where no row fills the padded length, or the critic has several values: the shape is kept, not derived."""
     path = tmp_path_factory.mktemp("batch") / "batch.parquet"
-    batch = make_batch(stage, lengths, seed)
+    batch = make_batch(stage, lengths, seed, values)
     write_batch(path, batch)
     assert_same(read_batch(path), batch)
 
@@ -103,7 +114,7 @@ def test_any_parquet_reader_sees_list_columns_and_what_the_file_is(tmp_path: Pat
     assert header["stage"] == "ScoredRollout"
     assert header["policy_version_range"] == [7, 8]
     assert table.column("score_parts").to_pylist() == batch.score_parts.tolist()
-    assert header["schema_version"] == 2
+    assert header["schema_version"] == 3
     assert len(header["sha256"]) == 64
 
 
@@ -211,12 +222,12 @@ def test_a_changed_header_is_found_too(tmp_path: Path) -> None:
         read_batch(path)
 
 
-@pytest.mark.parametrize("version", [1, 3, None])
+@pytest.mark.parametrize("version", [1, 2, 4, None])
 def test_another_schema_version_is_refused_with_both_versions(tmp_path: Path, version: int | None) -> None:
     path = tmp_path / "a.parquet"
     write_batch(path, make_batch(Rollout, [2, 5]))
     rewrite_header(path, schema_version=version)
-    with pytest.raises(ValueError, match=rf"a\.parquet: schema version {version}, this program reads version 2"):
+    with pytest.raises(ValueError, match=rf"a\.parquet: schema version {version}, this program reads version 3"):
         read_batch(path)
 
 

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
+from fourfold.algorithms.masking import over_dimensions
+
 # A log-ratio of 20 is a ratio of 5e8: clipping has long decided the loss, and exp stays finite.
 _LOG_RATIO_LIMIT = 20.0
 
@@ -33,10 +35,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """`loss_sum` carries the gradient; `clipped_sum` counts tokens whose clipped branch decides."""
+    """`loss_sum` carries the gradient; `clipped_sum` counts tokens whose clipped branch decides; each a dimension."""
 
-    loss_sum: Float32[Tensor, ""]
-    clipped_sum: Int64[Tensor, ""]
+    loss_sum: Float32[Tensor, "*dimensions"]
+    clipped_sum: Int64[Tensor, "*dimensions"]
 
 
 def policy_loss(
@@ -86,14 +88,16 @@ def policy_loss(
 
 
 def value_loss(
-    values: Float[Tensor, "batch time"],
-    old_values: Float[Tensor, "batch time"],
-    returns: Float[Tensor, "batch time"],
+    values: Float[Tensor, "batch time *dimensions"],
+    old_values: Float[Tensor, "batch time *dimensions"],
+    returns: Float[Tensor, "batch time *dimensions"],
     mask: Bool[Tensor, "batch time"],
     *,
-    clip_eps: float,
+    clip_eps: float | Float[Tensor, "*dimensions"],
 ) -> ValueLoss:
     """sum_t 0.5 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2); without the second where `clip_eps` is 0.
+
+    Of several dimensions each has a sum of its own, and may have its own `clip_eps`.
 
     Clipping limits the *move* of a value in one update, not the size of the loss. Where the clipped branch is the
     larger one, the value has moved enough towards its return and the token's gradient is 0; a value that moved away
@@ -110,20 +114,20 @@ def value_loss(
     >>> away.loss_sum.item(), away.clipped_sum.item(), torch.autograd.grad(away.loss_sum, value)[0].item()
     (1.125, 0, 1.5)
     """
-    if clip_eps < 0:
+    ranges = torch.as_tensor(clip_eps, dtype=torch.float32, device=values.device)
+    if bool((ranges < 0).any()):
         raise ValueError(f"clip_eps = {clip_eps}: it must be above 0, or 0 for no clipping; try 0.2")
-    value = torch.where(mask, values.float(), 0.0)
-    old = torch.where(mask, old_values.float(), 0.0)
-    target = torch.where(mask, returns.float(), 0.0)
+    counted, over = over_dimensions(mask, values), (0, 1)
+    value = torch.where(counted, values.float(), 0.0)
+    old = torch.where(counted, old_values.float(), 0.0)
+    target = torch.where(counted, returns.float(), 0.0)
     unclipped = (value - target).square()
-    if not clip_eps:
-        return ValueLoss(loss_sum=0.5 * unclipped.sum(), clipped_sum=torch.zeros_like(mask).sum())
-    clipped = (old + (value - old).clamp(-clip_eps, clip_eps) - target).square()
+    clipped = (old + (value - old).clamp(-ranges, ranges) - target).square()
     # Inside the range both branches are the same number but for rounding, which must not count as clipped.
-    outside = (value - old).abs() > clip_eps
+    outside = ((value - old).abs() > ranges) & (ranges > 0)
     return ValueLoss(
-        loss_sum=0.5 * torch.where(outside, torch.maximum(unclipped, clipped), unclipped).sum(),
-        clipped_sum=(outside & (clipped > unclipped)).sum(),
+        loss_sum=0.5 * torch.where(outside, torch.maximum(unclipped, clipped), unclipped).sum(dim=over),
+        clipped_sum=(outside & (clipped > unclipped)).sum(dim=over),
     )
 
 

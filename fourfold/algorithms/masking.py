@@ -41,6 +41,11 @@ def whiten(
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
 
 
+def over_dimensions(mask: Bool[Tensor, "batch time"], like: Float[Tensor, "batch time *dimensions"]) -> Tensor:
+    """The mask with an axis of size 1 for each further axis of `like`."""
+    return mask.view(*mask.shape, *[1] * (like.ndim - mask.ndim))
+
+
 def last_index(mask: Bool[Tensor, "batch time"]) -> Int64[Tensor, "batch"]:
     """Column of the last True of each row; the True elements need not be a prefix."""
     columns = torch.arange(mask.shape[1], device=mask.device)

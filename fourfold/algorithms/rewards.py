@@ -55,9 +55,9 @@ class RunningMoments:
 
 
 def combine_scores(
-    parts: Float32[Tensor, "batch dimensions"], weights: Float32[Tensor, "dimensions"]
+    parts: Float32[Tensor, "batch dimensions"], weights: Float32[Tensor, "batch dimensions"]
 ) -> Float32[Tensor, "batch"]:
-    """sum_d weights_d parts_d: one score a sequence out of the raw scores of several rewards."""
+    """sum_d weights_d parts_d: one score a sequence out of the raw scores of several rewards, by each row's weights."""
     return (parts * weights).sum(dim=1)
 
 

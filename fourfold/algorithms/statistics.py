@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from fourfold.algorithms.masking import masked_mean, masked_variance
@@ -29,6 +29,30 @@ def spearman(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
     a, b = (ranks - ranks.mean() for ranks in (_average_ranks(x), _average_ranks(y)))
     spread = (a.square().sum() * b.square().sum()).sqrt().item()
     return (a @ b).item() / spread if spread > 0 else 0.0
+
+
+def correlations(x: Float[Tensor, "n dimensions"]) -> Float64[Tensor, "dimensions dimensions"]:
+    """Pearson's correlation of every two columns; 0 with a constant one, and 1 of each with itself.
+
+    >>> correlations(torch.tensor([[1.0, -2.0, 5.0], [2.0, -4.0, 5.0]]))[0]
+    tensor([ 1., -1.,  0.], dtype=torch.float64)
+    """
+    centred = x.double() - x.double().mean(dim=0)
+    norms = centred.square().sum(dim=0).sqrt()
+    # Rounding of the mean leaves a constant column with a norm that is not quite 0.
+    constant = (x == x[:1]).all(dim=0)
+    unit = torch.where(constant, 0.0, centred / torch.where(constant, 1.0, norms))
+    return (unit.T @ unit).clamp(-1.0, 1.0).fill_diagonal_(1.0)
+
+
+def opposed_shares(x: Float[Tensor, "n dimensions"]) -> Float64[Tensor, "dimensions dimensions"]:
+    """Share of the rows in which two columns have opposite signs: where one gains, the other loses.
+
+    >>> opposed_shares(torch.tensor([[1.0, -2.0], [1.0, 2.0], [0.0, 1.0], [-1.0, -1.0]]))[0].tolist()
+    [0.0, 0.25]
+    """
+    signs = x.double().sign()
+    return (signs[:, :, None] * signs[:, None, :] < 0).double().mean(dim=0)
 
 
 def distinct_n(token_lists: Sequence[Sequence[int]], n: int) -> float:

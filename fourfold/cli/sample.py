@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, help="longest response in tokens (default: as in the run)")
     parser.add_argument("--temperature", type=float, help="sampling temperature above 0 (default: as in the run)")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other responses (default 0)")
+    parser.add_argument(
+        "--weights",
+        default="",
+        metavar="NAME=NUMBER,...",
+        help="weights of the reward's parts that prompts are told of, e.g. safety=0.8,brevity=0.2, for a run with "
+        "reward.weights = 'sampled' (default: their mean in the run)",
+    )
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the last step")
 
 
@@ -48,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         seed=args.seed,
         best=args.best,
+        weights=args.weights,
     )
     Console().print(samples_table(rows, names=("reference", "actor")))
     return 0

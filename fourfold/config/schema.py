@@ -55,6 +55,10 @@ __all__ = [
 ]
 
 
+# The last dimension of a critic that has several: the KL, the length, the missing EOS.
+PENALTIES = "penalties"
+
+
 class RunConfig(Section):
     """All settings of a run; what is not given has the default shown by `fourfold init`."""
 
@@ -102,12 +106,17 @@ class RunConfig(Section):
         return given and (step == self.ppo.steps or (every > 0 and step % every == 0))
 
     @property
+    def value_dimensions(self) -> tuple[str, ...]:
+        """What a critic of several dimensions has a value of: the parts of the reward, and the penalties; else none."""
+        return () if self.critic.heads == "scalar" else (*self.reward.dimensions, PENALTIES)
+
+    @property
     def reference_differs(self) -> bool:
         """Whether a reference may say otherwise what the actor's numerics would say of its weights: a bias is measured.
 
         Of settings whose `compute` is resolved.
         """
-        elsewhere = not self.reference.model and self.reference.computes_elsewhere
+        elsewhere = self.reference.starts_as_the_actor and self.reference.computes_elsewhere
         return self.precision.reference_differs or elsewhere
 
     @property

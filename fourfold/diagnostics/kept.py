@@ -20,8 +20,12 @@ _NAME = re.compile(r"step-(\d{6,})\.parquet")
 
 
 def value_fit(experience: Experience) -> dict[str, float]:
-    """How well values, as they were when the rollout was scored, fit the returns of its tokens."""
-    mask, values, returns = experience.response_mask, experience.values, experience.returns
+    """How well values, as they were when the rollout was scored, fit the returns of its tokens.
+
+    Of a critic with several dimensions: the weighted totals of both.
+    """
+    mask = experience.response_mask
+    values, returns = (experience.total(each) for each in (experience.values, experience.returns))
     return {
         "explained_variance": explained_variance(values, returns, mask),
         "value_return_spearman": spearman(values[mask], returns[mask]),

@@ -1,4 +1,4 @@
-"""What stands on top of a branch: vocabulary logits or one number a token."""
+"""What stands on top of a branch: vocabulary logits, or one number a token or several."""
 
 from __future__ import annotations
 
@@ -116,6 +116,73 @@ class ScalarHead(nn.Module):
         self.register_buffer("scale", torch.ones((), dtype=torch.float32))
         self.register_buffer("shift", torch.zeros((), dtype=torch.float32))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is said of one hidden state."""
+        return ()
+
     def forward(self, hidden: Float[Tensor, "*any hidden"]) -> Float32[Tensor, "*any"]:
         """One float32 number for every hidden state."""
         return self.scale * self.linear(hidden.float()).squeeze(-1) + self.shift
+
+
+class VectorHead(nn.Module):
+    """values = scale * (weight hidden + bias) + shift in float32: a number for each dimension, one linear map for all.
+
+    Each dimension has its `scale` and `shift`, which are not trained. `loss_weights` are what its loss counted last
+    (fourfold.algorithms.balance): where they are measured, the next mini-batch begins with them, also after a resume.
+    A new head has zero weights.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    loss_weights: Tensor
+
+    def __init__(self, hidden_size: int, dimensions: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, dimensions, dtype=torch.float32)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        for name, tensor in (("scale", torch.ones), ("shift", torch.zeros), ("loss_weights", torch.ones)):
+            self.register_buffer(name, tensor(dimensions, dtype=torch.float32))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is said of one hidden state."""
+        return (self.linear.out_features,)
+
+    def forward(self, hidden: Float[Tensor, "*any hidden"]) -> Float32[Tensor, "*any dimensions"]:
+        """A float32 number for each dimension of every hidden state."""
+        return self.scale * self.raw(hidden.float()) + self.shift
+
+    def raw(self, hidden: Float32[Tensor, "*any hidden"]) -> Float32[Tensor, "*any dimensions"]:
+        """The same before scale and shift."""
+        return self.linear(hidden)
+
+    @torch.no_grad()
+    def start_from(self, head: ScalarHead, dimension: int) -> None:
+        """Let a dimension say what a scalar head says."""
+        self.linear.weight[dimension], self.linear.bias[dimension] = head.linear.weight[0], head.linear.bias[0]
+        self.scale[dimension], self.shift[dimension] = head.scale, head.shift
+
+
+class MultiHead(VectorHead):
+    """A head of its own for each dimension on the shared body: beside the linear map a layer of `width` units.
+
+    raw_k = weight_k . hidden + bias_k + outer_k . gelu(inner_k hidden). `outer` is 0 at the start, so that a new head
+    says what a `VectorHead` says; `inner` is drawn with variance 1 / hidden by a generator of its own.
+    """
+
+    def __init__(self, hidden_size: int, dimensions: int, width: int, seed: int) -> None:
+        super().__init__(hidden_size, dimensions)
+        drawn = torch.randn(dimensions * width, hidden_size, generator=torch.Generator().manual_seed(seed))
+        self.inner = nn.Parameter(drawn / hidden_size**0.5)
+        self.outer = nn.Parameter(torch.zeros(dimensions, width))
+
+    def raw(self, hidden: Float32[Tensor, "*any hidden"]) -> Float32[Tensor, "*any dimensions"]:
+        """The linear map, and what the layer of each dimension adds to it."""
+        units = nn.functional.gelu(nn.functional.linear(hidden, self.inner)).unflatten(-1, self.outer.shape)
+        return self.linear(hidden) + (units * self.outer).sum(dim=-1)
+
+
+AnyNumberHead = ScalarHead | VectorHead

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from fourfold.algorithms.log_probs import Entropy
-from fourfold.algorithms.masking import last_index
+from fourfold.algorithms.masking import last_index, over_dimensions
 from fourfold.batch import Rollout
 from fourfold.config.schema import MemorySection
 from fourfold.memory.activation_offload import offload_activations
@@ -28,7 +28,7 @@ from fourfold.memory.offload import Residency, absent, residency_of
 from fourfold.memory.optimizer_offload import OffloadedStates
 from fourfold.models.adapters import adapter_parameters, copy_part, is_adapted, is_adapter
 from fourfold.models.flush_rows import FlushRows
-from fourfold.models.heads import LanguageHead, ScalarHead
+from fourfold.models.heads import AnyNumberHead, LanguageHead, ScalarHead
 from fourfold.models.products import rounded
 from fourfold.models.split import Part
 
@@ -165,15 +165,28 @@ class Policy(_Role):
         )
         return _unflatten(flat, rollout.response_mask), _unflatten(entropies, rollout.response_mask)
 
+    def kl_from(
+        self, actor: Policy, activations: Activations, rollout: Rollout, temperature: float
+    ) -> Float32[Tensor, "batch response"]:
+        """KL(actor, self) of every response token over the vocabulary, 0 where the response has ended; no gradient."""
+        exact = actor.head.full_kl(
+            actor.hidden_before(activations, rollout),
+            self.head,
+            self.hidden_before(activations, rollout),
+            temperature,
+            (actor.branch.compute_dtype, self.branch.compute_dtype),
+        )
+        return _unflatten(exact, rollout.response_mask)
+
 
 class Scorer(_Role):
-    """Critic or reward model: a branch and a scalar head.
+    """Critic or reward model: a branch and a head that says a number a token, or (of a critic) one for each dimension.
 
     It never moves the trunk that it stands on: the critic's gradient into a trained trunk goes by way of
     fourfold.training.joint, which scales it.
     """
 
-    def __init__(self, branch: Part, head: ScalarHead) -> None:
+    def __init__(self, branch: Part, head: AnyNumberHead) -> None:
         super().__init__(branch)
         self.head = head
 
@@ -181,7 +194,7 @@ class Scorer(_Role):
         with torch.no_grad():
             return super()._through_trunk(trunk, activations)
 
-    def values(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "batch response"]:
+    def values(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "batch response *dimensions"]:
         """V of the state before each response token; 0 where the response has ended."""
         return self.values_of(self.hidden_at(activations.states(), rollout), rollout)
 
@@ -192,23 +205,27 @@ class Scorer(_Role):
 
     def values_of(
         self, hidden: Float32[Tensor, "batch response hidden"], rollout: Rollout
-    ) -> Float32[Tensor, "batch response"]:
+    ) -> Float32[Tensor, "batch response *dimensions"]:
         """The same from the hidden states before each response token."""
-        return torch.where(rollout.response_mask, self.head(hidden), 0.0)
+        return _where_responding(self.head(hidden), rollout)
 
     def values_and_last(
         self, activations: Activations, rollout: Rollout
-    ) -> tuple[Float32[Tensor, "batch response"], Float32[Tensor, "batch"]]:
+    ) -> tuple[Float32[Tensor, "batch response *dimensions"], Float32[Tensor, "batch *dimensions"]]:
         """As `values`, and V of the state after the last response token."""
         state = rollout.prompt_length - 1
         every = self.head(self.through(activations, state)[:, state:])
-        last = every.gather(1, rollout.lengths[:, None])[:, 0]
-        return torch.where(rollout.response_mask, every[:, :-1], 0.0), last
+        last = every[torch.arange(len(every), device=every.device), rollout.lengths]
+        return _where_responding(every[:, :-1], rollout), last
 
     def scores(self, activations: Activations) -> Float32[Tensor, "batch"]:
         """The number at the last real token of each row."""
         hidden = self.through(activations)
         return self.head(hidden[torch.arange(len(hidden), device=hidden.device), last_index(activations.mask)])
+
+
+def _where_responding(values: Tensor, rollout: Rollout) -> Tensor:
+    return torch.where(over_dimensions(rollout.response_mask, values), values, 0.0)
 
 
 def casts_once(role: Policy | Scorer, *, several: bool) -> AbstractContextManager[Any]:

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fourfold.planner.architectures import Architecture
+from fourfold.planner.number_head import NumberHead
 
-Head = Literal["lm", "scalar", "none"]
+Head = Literal["lm", "none"] | NumberHead
 
 
 def causal_attended_tokens(lengths: Iterable[int], window: int = 0) -> int:
@@ -35,8 +36,10 @@ def _matrix_flops(architecture: Architecture, layers: range, tokens: float) -> f
 
 
 def _head_flops(architecture: Architecture, head: Head, head_tokens: float) -> float:
-    width = {"lm": architecture.vocabulary, "scalar": 1, "none": 0}[head]
-    return 2 * (architecture.embedding_width or architecture.hidden) * width * head_tokens
+    width = architecture.embedding_width or architecture.hidden
+    if isinstance(head, NumberHead):
+        return 2 * head.products(width) * head_tokens
+    return 2 * width * (architecture.vocabulary if head == "lm" else 0) * head_tokens
 
 
 def forward_flops(

@@ -15,6 +15,7 @@ from fourfold.planner.adapters import adapter_parameters
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.bill import Phase
 from fourfold.planner.compute import Head, backward_flops, forward_flops
+from fourfold.planner.number_head import ONE_NUMBER, NumberHead
 from fourfold.planner.scene import Lengths, Scene
 
 # Rows of logits that exist at a time: fourfold.algorithms.log_probs.CHUNK_TOKENS, which a test compares.
@@ -103,22 +104,25 @@ class _Maker:
             yield from self._from_ids("actor", "score", self._states, "lm")
         for _ in range(2 if exact else 1):
             yield from self._reference()
-        yield from self._from_ids("critic", "score", self._whole, "scalar")
+        if self._config.reference.holds_step_0:  # beside another prior
+            yield from self._from_ids("reference", "score", self._states, "lm")
+        yield from self._from_ids("critic", "score", self._whole, NumberHead.of_critic(self._config))
         if self._config.reward.of_the_base:
-            yield from self._from_ids("reward", "score", self._whole, "scalar")
+            yield from self._from_ids("reward", "score", self._whole, ONE_NUMBER)
         elif other := self._scene.models.get("reward"):
-            yield self._of_another("reward", other, self._whole, "scalar")
+            yield self._of_another("reward", other, self._whole, ONE_NUMBER)
 
     def learn(self) -> Iterator[Pass]:
         """Epochs x mini-batches of actor and critic, and of a trained trunk below them."""
         ppo, trunk = self._config.ppo, self._config.trunk
         mini, updates = Batch.of(ppo.mini_batch_size, self._scene.lengths, with_last=False), ppo.updates_a_rollout
+        values = NumberHead.of_critic(self._config)
         if not self._cut.trunk_trained:
-            yield from self._trained("critic", mini, "scalar", updates)
+            yield from self._trained("critic", mini, values, updates)
             yield from self._trained("actor", mini, "lm", updates)
             return
         turns = trunk.turns(updates)
-        yield from self._trained("critic", mini, "scalar", updates - turns["actor"])
+        yield from self._trained("critic", mini, values, updates - turns["actor"])
         yield from self._trained("actor", mini, "lm", updates - turns["critic"])
         yield replace(self._forward("trunk", "learn", mini, "none"), times=updates)
         # The first mini-batch, and every one that is balanced, keeps the two gradients apart.
@@ -136,6 +140,8 @@ class _Maker:
         yield self._forward(role, phase, batch, head)
 
     def _reference(self) -> Iterator[Pass]:
+        if self._config.reference.kind == "uniform":
+            return
         other = self._scene.models.get("reference")
         if other is None:
             yield from self._from_ids("reference", "score", self._states, "lm")
@@ -162,7 +168,7 @@ class _Maker:
         again = len(layers[:: memory.checkpoint_every])
         flops = backward_flops(
             **self._sizes(batch, layers, head),
-            head_trained=head == "scalar" or (head == "lm" and self._cut.head_trained),
+            head_trained=isinstance(head, NumberHead) or (head == "lm" and self._cut.head_trained),
             head_tokens_again=self._head_again(batch) if head == "lm" else 0,
             layers_again=again if memory.checkpointing == "layers" else 0,
             attentions_again=again if memory.checkpointing == "attention" else 0,

@@ -5,14 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from fourfold.data.told_weights import ToldWeights
 from fourfold.rollout.sampler import PromptBatch, row_seed
 
 
 class PromptStream:
-    """Endless shuffled passes over the prompts; each pass sees every prompt once."""
+    """Endless shuffled passes over the prompts; each pass sees every prompt once.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], *, seed: int, rows: int, responses_per_prompt: int) -> None:
+    With `told`, weights are drawn for each prompt of a step and told in front of it; its responses share them.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        rows: int,
+        responses_per_prompt: int,
+        told: ToldWeights | None = None,
+    ) -> None:
         self._prompts = prompts
+        self._told = told
         self._seed = seed
         self._per_prompt = responses_per_prompt
         self._prompts_a_step = rows // responses_per_prompt
@@ -21,9 +34,10 @@ class PromptStream:
     def batch(self, step: int) -> PromptBatch:
         """The prompts of a step (counted from 0); the responses to one prompt stand side by side."""
         first = step * self._prompts_a_step
-        ids = [self._at(first + i) for i in range(self._prompts_a_step) for _ in range(self._per_prompt)]
-        seeds = [row_seed("rollout", self._seed, step, row) for row in range(len(ids))]
-        return PromptBatch([self._prompts[i] for i in ids], ids, seeds)
+        places = [first + i for i in range(self._prompts_a_step)]
+        ids, seeds = [self._at(place) for place in places], [row_seed("weights", self._seed, place) for place in places]
+        prompts = _told(self._told, [self._prompts[i] for i in ids], seeds)
+        return _several(prompts, ids, self._per_prompt, "rollout", self._seed, step)
 
     def _at(self, position: int) -> int:
         epoch, place = divmod(position, len(self._prompts))
@@ -35,8 +49,23 @@ class PromptStream:
         return self._orders[epoch][place]
 
 
-def evaluation_batch(prompts: Sequence[Sequence[int]], *, seed: int, responses_per_prompt: int) -> PromptBatch:
-    """Every prompt with fixed seeds, so that two policies are compared on the same random numbers."""
-    ids = [i for i in range(len(prompts)) for _ in range(responses_per_prompt)]
-    seeds = [row_seed("evaluation", seed, row) for row in range(len(ids))]
-    return PromptBatch([prompts[i] for i in ids], ids, seeds)
+def evaluation_batch(
+    prompts: Sequence[Sequence[int]], *, seed: int, responses_per_prompt: int, told: ToldWeights | None = None
+) -> PromptBatch:
+    """Every prompt with fixed seeds, and weights, so that two policies are compared on the same random numbers."""
+    seeds = [row_seed("evaluation weights", seed, i) for i in range(len(prompts))]
+    return _several(_told(told, prompts, seeds), range(len(prompts)), responses_per_prompt, "evaluation", seed)
+
+
+def _told(told: ToldWeights | None, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sequence[Sequence[int]]:
+    """The prompts, each with weights drawn by its seed in front."""
+    if told is None:
+        return prompts
+    return [told.tell(prompt, told.draw(seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+
+def _several(prompts: Sequence[Sequence[int]], ids: Sequence[int], each: int, *address: int | str) -> PromptBatch:
+    """A row for each of several responses to every prompt, side by side, with a seed of its own."""
+    rows = [i for i in range(len(prompts)) for _ in range(each)]
+    seeds = [row_seed(*address, row) for row in range(len(rows))]
+    return PromptBatch([prompts[i] for i in rows], [ids[i] for i in rows], seeds)

@@ -18,7 +18,7 @@ import torch
 from fourfold.batch import Rollout
 from fourfold.memory.budget import BatchSize
 from fourfold.models.roles import Activations, Policy
-from fourfold.scoring.combined import Reward, parts_of
+from fourfold.scoring.combined import Reward, parts_of, told_by
 from fourfold.scoring.opinions import Opinions, ask, of_reference, of_reward
 
 
@@ -27,7 +27,7 @@ class Ahead:
 
     def __init__(self, reference: Policy, reward: Reward, temperature: float, size: BatchSize) -> None:
         self._reference = (reference, of_reference(reference, temperature, size))
-        self._rewards = [(part.source, of_reward(part.source, size)) for part in parts_of(reward)]
+        self._rewards = [(part.source, of_reward(part.source, size, told_by(reward))) for part in parts_of(reward)]
         self._size = size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._coming: list[tuple[Sequence[int], Future[Opinions]]] = []

@@ -10,6 +10,8 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from fourfold.algorithms.rewards import combine_scores
+from fourfold.batch import Rollout
+from fourfold.data.told_weights import ToldWeights
 from fourfold.errors import RunFailed
 from fourfold.scoring.sources import RewardSource
 
@@ -38,9 +40,13 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class Combined:
-    """Several sources: a row's score is the weighted sum of theirs, and valid where all of them are."""
+    """Several sources: a row's score is the weighted sum of theirs, and valid where all of them are.
+
+    Where prompts are `told` of weights, those of each row count instead of the parts' own.
+    """
 
     parts: tuple[RewardPart, ...]
+    told: ToldWeights | None = None
 
 
 Reward = RewardSource | Combined
@@ -51,11 +57,27 @@ def parts_of(reward: Reward) -> tuple[RewardPart, ...]:
     return reward.parts if isinstance(reward, Combined) else (RewardPart("score", 1.0, reward, "drop"),)
 
 
+def told_by(reward: Reward) -> ToldWeights | None:
+    """What prompts are told of weights; None where the reward's are fixed."""
+    return reward.told if isinstance(reward, Combined) else None
+
+
+def weights_of(reward: Reward, rollout: Rollout) -> Float32[Tensor, "batch dimensions"]:
+    """What the parts count in the score of each row."""
+    told = told_by(reward)
+    if told is not None:
+        return told.read(rollout)
+    weights = torch.tensor([part.weight for part in parts_of(reward)], dtype=torch.float32)
+    return weights.to(rollout.sequences.device).repeat(len(rollout.sequences), 1)
+
+
 def combined(
-    parts: tuple[RewardPart, ...], scores: Float32[Tensor, "batch dimensions"], valid: Bool[Tensor, "batch dimensions"]
+    parts: tuple[RewardPart, ...],
+    scores: Float32[Tensor, "batch dimensions"],
+    valid: Bool[Tensor, "batch dimensions"],
+    weights: Float32[Tensor, "batch dimensions"],
 ) -> tuple[Float32[Tensor, "batch"], Bool[Tensor, "batch"]]:
     """The weighted sum of the parts' scores, and where it is valid; RunFailed where a part's failures stop the run."""
     for index, part in enumerate(parts):
         part.require(valid[:, index])
-    weights = torch.tensor([part.weight for part in parts], dtype=torch.float32, device=scores.device)
     return combine_scores(scores, weights), valid.all(dim=1)

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from fourfold.batch import Rollout
+from fourfold.data.told_weights import ToldWeights
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import residency_of, resident
 from fourfold.models.roles import Activations, Policy, by_length, micro_batch
 from fourfold.scoring.sources import RewardSource
+
+# What is said of every token of a response, and not once of each.
+_OF_TOKENS = ("ref_log_probs", "kl", "values")
 
 Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
 
@@ -34,12 +38,13 @@ class Opinions:
     valid: Tensor
 
     @classmethod
-    def empty(cls, rollout: Rollout, parts: int) -> Opinions:
-        """Nobody has been asked."""
+    def empty(cls, rollout: Rollout, parts: int, values: tuple[int, ...] = ()) -> Opinions:
+        """Nobody has been asked; `values` is the shape of a critic's opinion on one state."""
         tokens = torch.zeros_like(rollout.sampler_log_probs)
         scores = tokens.new_zeros(len(tokens), parts)
         valid = torch.zeros_like(scores, dtype=torch.bool)
-        return cls(tokens, tokens.clone(), tokens.clone(), tokens.new_zeros(len(tokens)), scores, valid)
+        every, last = tokens.new_zeros(*tokens.shape, *values), tokens.new_zeros(len(tokens), *values)
+        return cls(tokens, tokens.clone(), every, last, scores, valid)
 
     def part(self, index: int) -> Opinions:
         """The same opinions, of which `scores` and `valid` are the column of one part of the reward."""
@@ -62,10 +67,10 @@ class Opinions:
         """Write the opinions on these rows; responses may be narrower than the rollout's."""
         for name, opinion in opinions.items():
             target = getattr(self, name)
-            if opinion.ndim == 1:
-                target[rows] = opinion.to(target.device)
-            else:
+            if name in _OF_TOKENS:
                 target[rows, : opinion.shape[1]] = opinion.to(target.device)
+            else:
+                target[rows] = opinion.to(target.device)
 
 
 def shortest_first(rollout: Rollout) -> Tensor:
@@ -98,11 +103,12 @@ def of_reference(reference: Policy, temperature: float, size: BatchSize) -> Aske
     return asked
 
 
-def of_reward(reward: RewardSource, size: BatchSize) -> Asked:
-    """The source's scores, and which of them are valid."""
+def of_reward(reward: RewardSource, size: BatchSize, told: ToldWeights | None = None) -> Asked:
+    """The source's scores, and which of them are valid; a source that reads texts is not told of weights."""
 
     def asked(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        read = part if told is None else told.untold(part)
         with size.working("reward"):
-            return dict(zip(("scores", "valid"), reward(inputs, part), strict=True))
+            return dict(zip(("scores", "valid"), reward(inputs, read), strict=True))
 
     return asked

@@ -15,7 +15,7 @@ from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.memory.offload import is_elsewhere
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.ahead import Ahead
-from fourfold.scoring.combined import Reward, combined, parts_of
+from fourfold.scoring.combined import Reward, combined, parts_of, told_by, weights_of
 from fourfold.scoring.opinions import Asked, Opinions, ask, of_reference, of_reward, shortest_first
 from fourfold.scoring.service.roles import sent_ahead
 
@@ -46,14 +46,14 @@ def score(
     exact = kl_estimator == "full"
     assert ahead is None or not exact, "the exact KL takes actor and reference at once"
     parts = parts_of(reward)
-    found = Opinions.empty(rollout, len(parts))
+    found = Opinions.empty(rollout, len(parts), critic.head.shape)
     size = batch_size(micro_batch_size, "score", "reference")
     asked_reference = of_reference(reference, temperature, size)
 
     def with_exact_kl(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
         opinions = asked_reference(inputs, part)
         with size.working("actor"):
-            return opinions | {"kl": _exact_kl(part, inputs, actor, reference, temperature)}
+            return opinions | {"kl": reference.kl_from(actor, inputs, part, temperature)}
 
     def of_critic(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
         with size.working("critic"):
@@ -62,7 +62,8 @@ def score(
     roles: list[tuple[Any, Asked, Opinions]] = [(critic, of_critic, found)]
     if ahead is None:
         first = (reference, with_exact_kl if exact else asked_reference, found)
-        last = [(part.source, of_reward(part.source, size), found.part(i)) for i, part in enumerate(parts)]
+        told = told_by(reward)
+        last = [(part.source, of_reward(part.source, size, told), found.part(i)) for i, part in enumerate(parts)]
         roles = sorted([first, *roles, *last], key=lambda each: is_elsewhere(each[0]))
     with sent_ahead([role for role, _, _ in roles], rollout, shortest_first(rollout), size.size, temperature):
         for role, asked, into in roles:
@@ -73,24 +74,11 @@ def score(
         kl = kl_estimate(rollout.log_probs, found.ref_log_probs, kl_estimator)
         found.kl.copy_(torch.where(rollout.response_mask, kl, 0.0))
     found.require_finite()
-    scores, valid = combined(parts, found.scores, found.valid)
+    weights = weights_of(reward, rollout)
+    scores, valid = combined(parts, found.scores, found.valid, weights)
     said = {name: getattr(found, name) for name in ("ref_log_probs", "kl", "values", "last_values")}
     carried = {f.name: getattr(rollout, f.name) for f in fields(Rollout)}
-    return ScoredRollout(**carried, **said, scores=scores, score_parts=found.scores), valid
-
-
-def _exact_kl(
-    rollout: Rollout, activations: Activations, actor: Policy, reference: Policy, temperature: float
-) -> Tensor:
-    """KL(actor, reference) of every token over the vocabulary, 0 where the response has ended."""
-    exact = actor.head.full_kl(
-        actor.hidden_before(activations, rollout),
-        reference.head,
-        reference.hidden_before(activations, rollout),
-        temperature,
-        (actor.branch.compute_dtype, reference.branch.compute_dtype),
-    )
-    return torch.zeros_like(rollout.log_probs).masked_scatter(rollout.response_mask, exact)
+    return ScoredRollout(**carried, **said, scores=scores, score_parts=found.scores, score_weights=weights), valid
 
 
 def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failure: str) -> Tensor:

@@ -18,11 +18,14 @@ from fourfold.memory.meter import PassCounter
 from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
+from fourfold.models.heads import AnyNumberHead, MultiHead
+from fourfold.models.priors import UniformPolicy
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
+from fourfold.planner.number_head import ONE_NUMBER, NumberHead
 from fourfold.scoring.ahead import Ahead
 from fourfold.training.hiding import Hiding
 
@@ -70,8 +73,11 @@ class Accountant:
         self._trained_trunk = models.trunk is not None
         self._architecture = Architecture.from_config(models.base.config.to_dict())
         self._own_reference = _shape_of(models.reference)
+        self._uniform = isinstance(models.reference, UniformPolicy)
+        self._step_0 = models.step_0 is not None
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
+        self._values = _numbers_of(models.critic.head)
         self._head_trained = models.actor.head.weight.requires_grad
         self._external = models.reward if isinstance(models.reward, External) else None
         self._has_reward = isinstance(models.reward, Scorer)
@@ -98,9 +104,11 @@ class Accountant:
             self._from_ids(counter, "actor", "score", states, "lm")
         for _ in range(2 if full_kl else 1):
             self._reference(counter, states)
-        self._from_ids(counter, "critic", "score", whole, "scalar")
+        if self._step_0:
+            self._from_ids(counter, "reference", "score", states, "lm")
+        self._from_ids(counter, "critic", "score", whole, self._values)
         if self._has_reward:
-            self._from_ids(counter, "reward", "score", whole, "scalar")
+            self._from_ids(counter, "reward", "score", whole, ONE_NUMBER)
         if self._external is not None:
             read, flops = self._external.take_work()
             counter.count("reward", "score", "forward", read.rows, read.tokens, flops)
@@ -110,11 +118,11 @@ class Accountant:
     def _learn(self, counter: PassCounter, learned: Learned) -> None:
         trained_roles: tuple[tuple[str, Work, Head], ...] = (
             ("actor", learned.actor, "lm"),
-            ("critic", learned.critic, "scalar"),
+            ("critic", learned.critic, self._values),
         )
         for role, work, head in trained_roles:
             self._forward(counter, role, "learn", work, self._branch_layers, head)
-            trained = head == "scalar" or self._head_trained
+            trained = isinstance(head, NumberHead) or self._head_trained
             sizes = self._sizes(work, self._branch_layers, head)
             flops = backward_flops(**sizes, head_trained=trained, head_tokens_again=work.head_again, **self._again)
             counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
@@ -132,6 +140,8 @@ class Accountant:
         self._forward(counter, role, phase, work, self._branch_layers, head)
 
     def _reference(self, counter: PassCounter, work: Work) -> None:
+        if self._uniform:
+            return
         if self._own_reference is None:
             self._from_ids(counter, "reference", "score", work, "lm")
             return
@@ -159,6 +169,11 @@ def _shape_of(reference: Policy) -> Architecture | None:
     if not isinstance(reference, OwnPolicy):
         return None
     return Architecture.from_config(reference.branch.body.config.to_dict())
+
+
+def _numbers_of(head: AnyNumberHead) -> NumberHead:
+    width = head.outer.shape[1] if isinstance(head, MultiHead) else 0
+    return NumberHead(head.linear.out_features, width)
 
 
 def _forgotten(part: Part, memory: MemorySection) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fourfold.algorithms.statistics import distinct_n
-from fourfold.batch import Experience
+from fourfold.algorithms.statistics import correlations, distinct_n
+from fourfold.batch import Experience, ScoredRollout
 from fourfold.diagnostics.kept import response_tokens, value_fit
+from fourfold.scoring.combined import Reward, parts_of, told_by
 from fourfold.scoring.sources import texts_of
 
 Judge = Callable[[Sequence[str]], list[float]]
@@ -37,12 +39,27 @@ def parts_row(parts: Tensor, names: Sequence[str], prefix: str = "") -> dict[str
     return row | {f"{prefix}score_std/{name}": float(parts[:, i].std(unbiased=False)) for i, name in enumerate(names)}
 
 
-def summarise(
-    scored: Experience, tokenizer: Any, judge: Judge | None, dimensions: Sequence[str] = ("score",)
-) -> Evaluation:
-    """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
+def steering_row(scored: ScoredRollout, names: Sequence[str]) -> dict[str, float]:
+    """How far each part follows the weight that the prompt was told of it: their correlation over responses."""
+    both = [correlations(torch.stack(each, dim=1)) for each in _columns(scored)]
+    return {f"eval_steering/{name}": float(found[0, 1]) for name, found in zip(names, both, strict=True)}
 
-    The judge reads prompt and response as one text, as a reader would; `dimensions` name the parts of the reward.
+
+def _columns(scored: ScoredRollout) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(scored.score_weights.unbind(dim=1), scored.score_parts.unbind(dim=1), strict=True)
+
+
+def summarise(
+    scored: Experience,
+    tokenizer: Any,
+    judge: Judge | None,
+    reward: Reward,
+    drift: Mapping[str, float] = MappingProxyType({}),
+) -> Evaluation:
+    """Metrics of an evaluation rollout, with those that tell how far the actor has gone from where it started; KL is
+    the run's own estimator summed over each response.
+
+    The judge reads prompt and response as one text, as a reader would, without weights that the prompt is told of.
     """
     prompts, responses = texts_of(scored, tokenizer)
     mask = scored.response_mask
@@ -54,10 +71,15 @@ def summarise(
         "eval_distinct_2": distinct_n(response_tokens(scored), 2),
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
+        **drift,
     }
-    metrics |= parts_row(scored.score_parts, dimensions, "eval_")
     metrics |= {f"eval_{name}": value for name, value in value_fit(scored).items()}
+    names, told = [part.name for part in parts_of(reward)], told_by(reward)
+    metrics |= parts_row(scored.score_parts, names, "eval_")
+    if told is not None:
+        metrics |= steering_row(scored, names)
     if judge is not None:
-        judged = judge([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
+        read = prompts if told is None else texts_of(told.untold(scored), tokenizer)[0]
+        judged = judge([prompt + response for prompt, response in zip(read, responses, strict=True)])
         metrics["eval_judge_mean"] = sum(judged) / len(judged)
     return Evaluation(metrics, prompts, responses)

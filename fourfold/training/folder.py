@@ -10,13 +10,12 @@ from typing import Any
 
 from fourfold.config import RunConfig, dump_toml, load_config
 from fourfold.config.loading import CONFIG
+from fourfold.diagnostics.run_files import SPENT, SUMMARY
 from fourfold.files import write_atomically
 from fourfold.memory.meter import PhaseUsage
 from fourfold.planner.advice import RESUMABLE
 
-SUMMARY = "summary.json"
-SPENT = "spent.json"
-STOPPED = "stopped.json"
+__all__ = ["SPENT", "SUMMARY", "RunFolder", "reward_model", "sft_model"]
 
 
 class RunFolder:
@@ -41,16 +40,6 @@ class RunFolder:
     def finish(self, stage: str, record: dict[str, Any]) -> None:
         """Mark a stage as finished; written after everything else of it."""
         self.write_json(f"{stage}/done.json", record)
-
-    def note_stopped(self, stage: str, error: BaseException) -> None:
-        """Write down what a stage ended with before its end, for those who look at the folder later."""
-        self.write_json(
-            f"{stage}/{STOPPED}", {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
-        )
-
-    def note_started(self, stage: str) -> None:
-        """A stage goes on: what it was stopped by is over."""
-        (self.root / stage / STOPPED).unlink(missing_ok=True)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a JSON file, whole or not at all."""

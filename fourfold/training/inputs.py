@@ -18,6 +18,7 @@ from fourfold.data.records import (
     read_texts,
 )
 from fourfold.data.tokenize import encode_pairs, encode_prompts, encode_texts
+from fourfold.data.told_weights import ToldWeights
 from fourfold.models.loading import Base
 from fourfold.training.reward_model import Pair
 from fourfold.training.supervised import Texts
@@ -87,7 +88,7 @@ def read_records(config: RunConfig) -> Records:
 
     records = Records(
         texts=read("texts", read_texts, "sft" in stages or (trains_reward and config.reward.standardise)),
-        texts_test=read("texts_test", read_texts, "sft" in stages),
+        texts_test=read("texts_test", read_texts, "sft" in stages or _evaluates_texts(config)),
         pairs=read("pairs", read_pairs, trains_reward),
         pairs_test=read("pairs_test", read_pairs, trains_reward),
         prompts=read("prompts", read_prompts, "ppo" in stages),
@@ -95,6 +96,12 @@ def read_records(config: RunConfig) -> Records:
     )
     errors.refuse()
     return records
+
+
+def _evaluates_texts(config: RunConfig) -> bool:
+    """Whether evaluations in ppo look at held-out texts."""
+    evaluates = "ppo" in config.stages and config.data.prompts_test is not None
+    return evaluates and config.evaluation.max_texts > 0
 
 
 def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> Inputs:
@@ -154,9 +161,14 @@ def _pairs(config: RunConfig, base: Base, records: list[PairRecord], name: str, 
 def _prompts(config: RunConfig, base: Base, records: list[PromptRecord], name: str, say: Say) -> Texts:
     if not records:
         return []
-    data = config.data
     encoded, report = encode_prompts(
-        base.tokenizer, records, max_tokens=data.max_prompt_tokens, truncation=data.truncation
+        base.tokenizer, records, max_tokens=prompt_tokens(config, base), truncation=config.data.truncation
     )
     say(f"data.{name}: {report.describe()}")
     return encoded
+
+
+def prompt_tokens(config: RunConfig, base: Base) -> int:
+    """The most tokens that a prompt of the data may have: what it is told of weights comes on top."""
+    told, most = ToldWeights.of(config, base.tokenizer), config.data.max_prompt_tokens
+    return most if told is None else told.room(most)

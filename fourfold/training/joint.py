@@ -45,6 +45,7 @@ def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, mini: Tens
     approx_kl = lesson.sizes.actor.fitting(passes, len(mini), undo)
     for work in (totals.actor, totals.critic, totals.trunk.forward, *[totals.trunk.backward] * (2 if apart else 1)):
         work.add(experience, mini, with_last=False)
+    learner.values.conclude(learner.critic.head, totals.sums, before.sums)
     if apart:
         _put_together(learner, trunk, totals)
     totals.sums["critic_tokens"] += tokens
@@ -73,7 +74,7 @@ def _joint_pass(
     read_by_actor, read_by_critic = (shared.inputs.detach().requires_grad_() for _ in range(2))
     features = actor.hidden_at(Activations(read_by_actor, shared.mask), part)
     value_features = critic.hidden_at(Activations(read_by_critic, shared.mask), part)
-    value = value_objective(critic.values_of(value_features, part), part, settings, totals)
+    value = value_objective(learner, value_features, part, settings, totals)
     log_probs, entropy = actor.log_probs_of(features, part, lesson.temperature, entropy=wanted_entropy(settings))
     policy, approx_kl = policy_objective(actor, log_probs, entropy, part, settings, totals)
     if trunk.settings.decoupling:

@@ -21,6 +21,7 @@ from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.models.split import Part
 from fourfold.models.trunk import drift
 from fourfold.training.accounting import TrunkWork, Work
+from fourfold.training.dimensions import ONE_VALUE, Dimensions
 from fourfold.training.gradients import TrunkGradients
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Learner:
     actor_optimizer: RoleOptimizer
     critic_optimizer: RoleOptimizer
     trunk: TrunkLearner | None = None
+    values: Dimensions = ONE_VALUE
 
     def optimizers(self) -> dict[str, RoleOptimizer]:
         """All of them, by name."""
@@ -194,6 +196,7 @@ class Totals:
         return {
             **policy,
             **self.means("critic_tokens", value_loss_per_token="value_loss", value_clip_fraction="value_clipped"),
+            **learner.values.metrics(self.sums),
             **self.means("actor_steps", actor_grad_norm="actor_grad_norm"),
             **self.means("critic_steps", critic_grad_norm="critic_grad_norm"),
             **(self._of_trunk(learner.trunk) if learner.trunk is not None else {}),

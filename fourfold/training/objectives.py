@@ -11,16 +11,28 @@ from fourfold.algorithms.masking import masked_mean, masked_sum
 from fourfold.algorithms.off_policy import capped_share, effective_sample_share, importance_weights
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
+from fourfold.models.heads import VectorHead
 from fourfold.models.roles import Policy
-from fourfold.training.learner import Totals
+from fourfold.training.learner import Learner, Totals
 
 
-def value_objective(values: Tensor, part: Experience, settings: PpoSection, totals: Totals) -> Tensor:
-    """The critic's objective."""
-    loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=settings.value_clip_eps)
-    totals.sums["value_loss"] += float(loss.loss_sum.detach())
-    totals.sums["value_clipped"] += float(loss.clipped_sum)
-    return settings.value_coef * loss.loss_sum
+def value_objective(learner: Learner, hidden: Tensor, part: Experience, settings: PpoSection, totals: Totals) -> Tensor:
+    """The critic's objective, from what its head reads before each response token [batch, response, hidden].
+
+    Of several dimensions it is the sum of their losses, each times what it counts (fourfold.training.dimensions).
+    """
+    values, head, several = learner.critic.values_of(hidden, part), learner.critic.head, learner.values
+    eps = several.clip_range(settings.value_clip_eps, values)
+    loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=eps)
+    total = loss.loss_sum
+    if isinstance(head, VectorHead):
+        several.measure(loss, hidden, totals.sums)
+        several.note(loss, head.loss_weights, totals.sums)
+        # A copy: what the losses count next is written into the head after this mini-batch.
+        total = (loss.loss_sum * head.loss_weights.clone()).sum()
+    totals.sums["value_loss"] += float(total.detach())
+    totals.sums["value_clipped"] += float(loss.clipped_sum.float().mean())
+    return settings.value_coef * total
 
 
 def wanted_entropy(settings: PpoSection) -> Entropy:

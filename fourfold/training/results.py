@@ -15,6 +15,7 @@ from fourfold.config.loading import saved_config
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
+from fourfold.data.told_weights import ToldWeights
 from fourfold.memory.budget import BatchSizes
 from fourfold.memory.precision import DTYPES
 from fourfold.models.assembly import record_for
@@ -29,6 +30,7 @@ from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.folder import RunFolder, sft_model
+from fourfold.training.inputs import prompt_tokens
 
 
 def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) -> Policy:
@@ -66,8 +68,13 @@ def sample_beside_reference(
     temperature: float | None,
     seed: int,
     best: bool,
+    weights: str = "",
 ) -> list[tuple[str, str, str]]:
-    """(prompt, reference's response, actor's response) for each prompt, drawn with the same random numbers."""
+    """(prompt, reference's response, actor's response) for each prompt, drawn with the same random numbers.
+
+    `weights`, such as 'safety=0.8,brevity=0.2', are told in front of every prompt, as in a run that sampled them;
+    without them such a run's prompts are told of the mean weights.
+    """
     folder = RunFolder(Path(run).expanduser())
     config = saved_config(folder.root)
     base = load_base(config)
@@ -77,6 +84,7 @@ def sample_beside_reference(
         temperature=temperature or config.sampling.temperature,
         stop_strings=config.sampling.stop_strings,
     )
+    tokens = _with_weights(config, base, tokens, weights)
     _require_positions(base, tokens, settings.max_new_tokens)
     actor, reference = load_actor(config, base, folder, best=best), load_reference(config, base, folder)
     batch = PromptBatch(tokens, range(len(tokens)), [row_seed("sample", seed, row) for row in range(len(tokens))])
@@ -95,14 +103,31 @@ def _typed(config: RunConfig, base: Base, prompts: Sequence[str], *, chat: bool)
     return encode_prompts(base.tokenizer, records, max_tokens=sys.maxsize, truncation="error")[0]
 
 
+def _with_weights(
+    config: RunConfig, base: Base, tokens: Sequence[Sequence[int]], weights: str
+) -> Sequence[Sequence[int]]:
+    told = ToldWeights.of(config, base.tokenizer)
+    if told is None:
+        if weights:
+            raise ValueError(
+                f"--weights: given {weights!r}, but the run was trained with the fixed weights of its reward, which no "
+                "prompt was told of; allowed: a run with reward.weights = 'sampled'; leave out --weights"
+            )
+        return tokens
+    tenths = told.parse(weights) if weights else told.mean
+    return [told.tell(prompt, tenths) for prompt in tokens]
+
+
 def _held_out(config: RunConfig, base: Base, folder: RunFolder) -> list[list[int]]:
     """The run's own prompts, as the run reads them."""
     section = config.data.prompts_test or config.data.prompts
     if section is None:
         raise ValueError(f"{folder.root}: the run has no prompts of its own; give --prompt")
-    data = config.data
     return encode_prompts(
-        base.tokenizer, read_prompts(section), max_tokens=data.max_prompt_tokens, truncation=data.truncation
+        base.tokenizer,
+        read_prompts(section),
+        max_tokens=prompt_tokens(config, base),
+        truncation=config.data.truncation,
     )[0]
 
 

@@ -11,6 +11,7 @@ from fourfold.batch import Experience, ScoredRollout
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.kept import value_fit
 from fourfold.memory.meter import WORKING, PhaseUsage
+from fourfold.training.dimensions import dimensions_row
 from fourfold.training.evaluation import parts_row
 from fourfold.training.experience import Shaping, shape_scores
 from fourfold.training.state import Progress
@@ -38,10 +39,10 @@ def training_row(
     row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": shaping.kl_coef}
     row |= _scores(scored.scores[valid]) | parts_row(scored.score_parts[valid], config.reward.dimensions)
     row |= _rollout(scored) | {"invalid_scores": int((~valid).sum())}
-    row["score_shaped_mean"] = float(shape_scores(experience, config.ppo, shaping).mean())
+    row["score_shaped_mean"] = float(experience.total(shape_scores(experience, config.ppo, shaping)).mean())
     row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
-    row["reward_per_sequence_mean"] = float(experience.rewards.sum(dim=1).mean())
-    row |= _values(experience)
+    row["reward_per_sequence_mean"] = float(experience.total(experience.rewards).sum(dim=1).mean())
+    row |= _values(experience) | dimensions_row(scored.score_parts[valid], experience, config)
     row |= learned
     row |= work
     seconds = 0.0
@@ -106,10 +107,7 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
 def _values(experience: Experience) -> dict[str, float]:
     mask = experience.response_mask
     row = value_fit(experience)
-    for name, tensor in (
-        ("value", experience.values),
-        ("return", experience.returns),
-        ("advantage", experience.advantages),
-    ):
+    values, returns = (experience.total(each) for each in (experience.values, experience.returns))
+    for name, tensor in (("value", values), ("return", returns), ("advantage", experience.advantages)):
         row[f"{name}_mean"], row[f"{name}_std"] = moments(tensor, mask)
     return row

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fourfold.algorithms.kl import adapt_kl_coef
 from fourfold.algorithms.masking import masked_sum
 from fourfold.algorithms.rewards import RunningMoments
@@ -30,6 +32,24 @@ class Progress:
     optimizer_steps: int = 0
     best_metric: float | None = None
     moments: RunningMoments = field(default_factory=RunningMoments)
+    part_moments: tuple[RunningMoments, ...] = ()
+
+    def observe(self, scored: ScoredRollout, valid: Tensor) -> None:
+        """Scores have come in: those that are valid go into the running moments, of the total and of each part."""
+        shaping = self.shaping_with(scored.select(valid.nonzero()[:, 0]))
+        self.moments, self.part_moments = shaping.moments, shaping.part_moments
+
+    @property
+    def shaping(self) -> Shaping:
+        """How rewards are shaped as things stand."""
+        return Shaping(self.kl_coef, self.moments, self.part_moments)
+
+    def shaping_with(self, scored: ScoredRollout) -> Shaping:
+        """That, were these scores to come in."""
+        parts = scored.score_parts.unbind(dim=1)
+        known = self.part_moments or (RunningMoments(),) * len(parts)
+        updated = tuple(each.update(scores) for each, scores in zip(known, parts, strict=True))
+        return Shaping(self.kl_coef, self.moments.update(scored.scores), updated)
 
     def count(self, scored: ScoredRollout, optimizer_steps: int, settings: PpoSection) -> None:
         """A step is done; the adaptive controller moves kl_coef by the very KL that was penalised."""
@@ -46,18 +66,13 @@ class Progress:
                 num_sequences=len(scored.sequences),
             )
 
-    @property
-    def shaping(self) -> Shaping:
-        """How rewards are shaped as things stand."""
-        return Shaping(self.kl_coef, self.moments)
-
     def shaping_of(self, scored: ScoredRollout) -> Shaping:
-        """That, for responses that no statistics take in; before the first step there are but their own."""
-        return self.shaping if self.moments.count else Shaping(self.kl_coef, self.moments.update(scored.scores))
+        """As things stand, for responses that no statistics take in; before the first step there are but their own."""
+        return self.shaping if self.moments.count else self.shaping_with(scored)
 
-    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> float:
-        """Of responses that were scored before the first step: where a new value head starts."""
-        return float(shape_scores(scored, settings, self.shaping_of(scored)).mean())
+    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> Tensor:
+        """Of responses that were scored before the first step: where a new value head starts; one a dimension."""
+        return shape_scores(scored, settings, self.shaping_of(scored)).mean(dim=0)
 
     def is_best(self, value: float, mode: str) -> bool:
         """Whether a value of the metric that chooses the best checkpoint is the best so far; it is kept if so."""
@@ -69,12 +84,14 @@ class Progress:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "moments": self.moments.to_dict()}
+        parts = [each.to_dict() for each in self.part_moments]
+        return {**asdict(self), "moments": self.moments.to_dict(), "part_moments": parts}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Progress:
         """The inverse of `as_dict`."""
-        return cls(**{**state, "moments": RunningMoments.from_dict(state["moments"])})
+        parts = tuple(RunningMoments.from_dict(each) for each in state["part_moments"])
+        return cls(**{**state, "moments": RunningMoments.from_dict(state["moments"]), "part_moments": parts})
 
 
 def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
@@ -84,8 +101,8 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 def collect(
     models: FourModels, learner: Learner, progress: Progress, sizes: BatchSizes
 ) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Tensors and JSON of a checkpoint: trained roles, their optimizers, loss scale, counters, random states, frozen
-    checksums."""
+    """Tensors and JSON of a checkpoint: trained roles, their optimizers, a reference that moves, loss scale, counters,
+    random states, frozen checksums."""
     tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
@@ -98,6 +115,8 @@ def collect(
         everything = optimizer.state_dict()
         tensors[f"{name}_optimizer"], record = flatten_optimizer(everything["optimizer"])
         state["optimizers"][name] = {"optimizer": record, "steps_done": everything["steps_done"]}
+    if models.moving is not None:
+        tensors["reference"] = models.moving.tensors()
     tensors["random"], state["random"] = rng_state()
     return tensors, state
 
@@ -116,6 +135,8 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes:
         )
     for name, role in _roles(models).items():
         load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shares_head)
+    if models.moving is not None:
+        models.moving.load(checkpoint.tensors("reference"))
     for name, optimizer in learner.optimizers().items():
         record = checkpoint.state["optimizers"][name]
         restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])

@@ -45,6 +45,7 @@ def update(
     totals = Totals()
     lesson = Lesson(experience, activations, settings, temperature, sizes or BatchSizes.of(settings))
     rows = len(experience.sequences)
+    learner.values.begin(learner.critic.head, experience)
     stopped, index = False, 0
     for epoch in range(settings.num_epochs):
         generator = torch.Generator().manual_seed(row_seed("epoch", seed, epoch))
@@ -91,14 +92,15 @@ def _critic_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: To
     def passes(rows: int) -> None:
         with casts_once(learner.critic, several=rows < len(mini)):
             for _, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
-                values = learner.critic.values(inputs, part)
-                learner.critic_optimizer.backward(value_objective(values, part, settings, totals) / tokens)
+                hidden = learner.critic.hidden_at(inputs.states(), part)
+                learner.critic_optimizer.backward(value_objective(learner, hidden, part, settings, totals) / tokens)
 
     def undo() -> None:
         learner.critic_optimizer.discard()
         totals.restore(copy.deepcopy(before))
 
     lesson.sizes.critic.fitting(passes, len(mini), undo)
+    learner.values.conclude(learner.critic.head, totals.sums, before.sums)
     totals.critic.add(experience, mini, with_last=False)
     if learner.trunk is not None:
         totals.trunk.forward.add(experience, mini, with_last=False)

@@ -218,3 +218,21 @@ def test_clip_ranges_that_make_no_sense_are_refused(wrong: dict[str, float]) -> 
         policy_loss(x, x, x, ONE, **{"clip_eps_low": 0.2, "clip_eps_high": 0.2, **wrong})
     with pytest.raises(ValueError, match=r"clip_eps = -0\.2"):
         value_loss(x, x, x, ONE, clip_eps=-0.2)
+
+
+@given(st.integers(0, 50), st.floats(0, 1, width=32), st.floats(0, 1, width=32))
+def test_each_dimension_has_a_value_loss_and_a_clip_range_of_its_own(seed: int, first: float, second: float) -> None:
+    """As often as there are dimensions the loss of one, with its own `clip_eps`, gradient included."""
+    generator = torch.Generator().manual_seed(seed)
+    values, old, target = (torch.randn(2, 3, 2, generator=generator) for _ in range(3))
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    values[~mask], target[~mask] = NAN, NAN
+    values.requires_grad_(True)
+    both = value_loss(values, old, target, mask, clip_eps=torch.tensor([first, second]))
+    slopes = torch.autograd.grad(both.loss_sum.sum(), values)[0]
+    for k, eps in enumerate((first, second)):
+        alone = values[..., k].detach().requires_grad_(True)
+        loss = value_loss(alone, old[..., k], target[..., k], mask, clip_eps=eps)
+        assert both.loss_sum[k].item() == pytest.approx(loss.loss_sum.item(), rel=1e-6)
+        assert both.clipped_sum[k].item() == loss.clipped_sum.item()
+        torch.testing.assert_close(slopes[..., k], torch.autograd.grad(loss.loss_sum, alone)[0])

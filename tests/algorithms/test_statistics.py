@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from fourfold.algorithms.statistics import distinct_n, explained_variance, moments, spearman
+from fourfold.algorithms.statistics import (
+    correlations,
+    distinct_n,
+    explained_variance,
+    moments,
+    opposed_shares,
+    spearman,
+)
 
 NAN = float("nan")
 
@@ -53,3 +61,21 @@ def test_moments() -> None:
     assert mean == pytest.approx(5.0)
     assert std == pytest.approx(13**0.5)
     assert moments(torch.tensor([3.0]), torch.tensor([True])) == (3.0, 0.0)
+
+
+@given(st.integers(0, 100), st.integers(2, 20), st.integers(2, 4))
+def test_correlations_equal_numpy(seed: int, rows: int, columns: int) -> None:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    expected = torch.from_numpy(numpy.corrcoef(x.double().numpy(), rowvar=False))
+    torch.testing.assert_close(correlations(x), expected, atol=1e-9, rtol=0)
+
+
+def test_a_constant_correlates_with_nothing_but_itself() -> None:
+    x = torch.stack([torch.full((7,), 0.1), torch.arange(7.0)], dim=1)
+    assert correlations(x).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    assert correlations(x[:1]).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_opposed_shares_by_count() -> None:
+    x = torch.tensor([[1.0, -1.0, 0.0], [2.0, -0.5, 3.0], [-1.0, -2.0, 1.0], [1.0, 1.0, 1.0]])
+    assert opposed_shares(x).tolist() == [[0.0, 0.5, 0.25], [0.5, 0.0, 0.5], [0.25, 0.5, 0.0]]

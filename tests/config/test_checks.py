@@ -42,6 +42,10 @@ def found(*overrides: str, base: str = BASE) -> list[str]:
 NO_PAIRS = "without pairs"
 LOADED = [NO_PAIRS, "reward.source=checkpoint", "reward.checkpoint=x"]
 CALLED = [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.init=actor"]
+PARTS = [
+    *(NO_PAIRS, "reward.source=combined", "critic.init=actor"),
+    *(f"reward.parts.{name}={{source = 'function', function = 'a:b'}}" for name in ("kind", "brief")),
+]
 OWN_MODEL = [NO_PAIRS, "reward.source=model", "reward.model=owner/judge", "critic.init=actor"]
 EVALUATED = "data.prompts_test.path=d.csv"
 TRAINED = ["trunk.train=true"]
@@ -156,6 +160,33 @@ REFUSED = [
     (["evaluation.every=5"], "evaluation.every: given, but without data.prompts_test nothing is evaluated"),
     (["checkpoint.best_metric=eval_kl_mean"], "checkpoint.best_metric: given, but without data.prompts_test"),
     (["checkpoint.best_mode=min"], "checkpoint.best_mode: given, but without data.prompts_test"),
+    (["critic.head_width=8"], "critic.head_width: given, but critic.heads = 'scalar' has one value"),
+    (["critic.heads=vector", "critic.head_width=8"], "critic.head_width: given, but critic.heads = 'vector' has no"),
+    (["critic.loss_balance=uncertainty"], "critic.loss_balance: given, but critic.heads = 'scalar' has one value"),
+    (["ppo.whiten_dimensions=true"], "ppo.whiten_dimensions: given, but critic.heads = 'scalar' has one value"),
+    (
+        ["critic.heads=vector", "critic.loss_balance=grad_norm", "critic.loss_weights.score=2.0"],
+        "critic.loss_weights: given, but critic.loss_balance = 'grad_norm' finds them",
+    ),
+    (
+        ["critic.heads=multi", "critic.loss_weights.kindness=2.0"],
+        "critic.loss_weights.kindness: no value has this name; allowed: score, penalties",
+    ),
+    (["critic.heads=vector", "critic.value_clip_eps.score=-1.0"], "critic.value_clip_eps.score: given -1.0; allowed"),
+    (
+        ["critic.heads=vector", "critic.loss_weights={score = 0.0, penalties = 0.0}"],
+        "critic.loss_weights: every one is 0",
+    ),
+    (
+        [*PARTS, "reward.parts.penalties={source = 'function', function = 'a:b'}", "critic.heads=vector"],
+        "reward.parts.penalties: a critic of several values has one of this name",
+    ),
+    (["reward.weights=sampled"], "reward.weights: given, but reward.source = 'train' adds nothing up"),
+    ([*PARTS, "reward.weights_concentration=2.0"], "reward.weights_concentration: given, but reward.weights = 'fixed'"),
+    (
+        [*PARTS, "reward.weights=sampled", "reward.parts.kind.weight=-1.0"],
+        "reward.parts.kind.weight: given -1.0 beside reward.weights = 'sampled', whose mean it is",
+    ),
     (["data.texts.columns.txt=review"], "data.texts.columns: given txt; allowed on the left: text, prompt"),
     (["data.texts.path=''"], "data.texts.path: given an empty text"),
     (["output=''"], "output: given an empty text"),
@@ -189,6 +220,10 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
         ["ppo.length_penalty=0.1", "ppo.length_range=[8, 0]"],
         ["ppo.length_penalty=0.1", "ppo.length_range=[0, 9]"],
         ["ppo.missing_eos_penalty=1"],
+        ["critic.heads=vector"],
+        [*PARTS, "critic.heads=multi", "critic.loss_weights={brief = 2.0}", "critic.value_clip_eps.penalties=0.0"],
+        [*PARTS, "critic.heads=vector", "critic.loss_balance=grad_norm", "ppo.whiten_dimensions=true"],
+        [*PARTS, "reward.weights=sampled", "reward.weights_concentration=0.5"],
         [*CALLED, "reward.function=pack.mod:name", "critic.init=base"],
         [*CALLED, "reward.retries=0", "reward.on_failure=drop"],
         LOADED,
@@ -349,3 +384,10 @@ def test_a_role_at_a_service_is_held_as_this_run_would() -> None:
     for role in ("reference", "reward"):
         at = [f"{role}.residency=service", "service.url=http://127.0.0.1:8777", f"precision.{role}=int8"]
         assert any("must be this run's own" in problem for problem in found(*at))
+
+
+def test_a_project_is_for_trackers_that_have_one() -> None:
+    for also in ([], ["tracking.trackers=['tensorboard']"]):
+        [problem] = found("tracking.project=mine", *also)
+        assert "tracking.project" in problem and "neither 'wandb' nor 'trackio'" in problem
+    assert found("tracking.project=mine", "tracking.trackers=['trackio']") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,9 @@ class Stages:
     def base(self) -> Base:
         return tiny_base(self.path / "m", mode=self.mode)
 
-    def assemble(self, init: str, *, sft: bool = True, reward: bool = True) -> FourModels:
-        config = tiny_config(self.path / "m", self.mode, critic__init=init)
+    def assemble(self, init: str, *, sft: bool = True, reward: bool = True, **critic: Any) -> FourModels:
+        named = {f"critic__{name}": value for name, value in critic.items()}
+        config = tiny_config(self.path / "m", self.mode, critic__init=init, **named)
         return assemble(
             config, self.base(), self.path / "sft" if sft else None, self.path / "reward" if reward else None
         )
@@ -174,7 +176,7 @@ def test_the_frozen_checksum_watches_trunk_reference_and_reward(tmp_path: Path, 
 
 def test_a_new_value_head_starts_at_the_mean_score(tmp_path: Path) -> None:
     models = Stages(tmp_path, "trunk").assemble("actor")
-    set_new_head_bias(models.critic, 0.75)
+    set_new_head_bias(models.critic, torch.tensor(0.75))
     rollout = tiny_rollout([(3, 4), (5, 2)])
     values, last = models.critic.values_and_last(activations_of(models.base, rollout), rollout)
     assert set(values[rollout.response_mask].tolist()) == {0.75} == set(last.tolist())

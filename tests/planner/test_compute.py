@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import backward_flops, causal_attended_tokens, forward_flops
+from fourfold.planner.number_head import ONE_NUMBER
 
 ROWS, TIME = 3, 20
 SIZES = {
@@ -134,8 +135,8 @@ def test_a_branch_on_cached_activations_with_a_scalar_head(family: str) -> None:
     forward = counted(
         lambda: losses.append(head(body(inputs_embeds=cached, use_cache=False).last_hidden_state).square().sum())
     )
-    assert forward_flops(architecture, head="scalar", **sizes) == pytest.approx(forward, rel=0.02)
-    predicted = backward_flops(architecture, head="scalar", head_trained=True, **sizes)
+    assert forward_flops(architecture, head=ONE_NUMBER, **sizes) == pytest.approx(forward, rel=0.02)
+    predicted = backward_flops(architecture, head=ONE_NUMBER, head_trained=True, **sizes)
     assert predicted == pytest.approx(counted(losses[0].backward), rel=0.02)
 
 

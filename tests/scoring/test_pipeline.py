@@ -208,7 +208,9 @@ def scored_rows(truncated: list[bool], scores: list[float]) -> ScoredRollout:
     carried = {field.name: getattr(rollout, field.name) for field in fields(Rollout)}
     said = {"ref_log_probs": zeros, "kl": zeros, "values": zeros, "last_values": zeros[:, 0]}
     total = torch.tensor(scores)
-    return ScoredRollout(**carried, **said, scores=total, score_parts=total[:, None])
+    return ScoredRollout(
+        **carried, **said, scores=total, score_parts=total[:, None], score_weights=torch.ones_like(total[:, None])
+    )
 
 
 SCORED = scored_rows([False, True, False, True, False], [1.0, 2.0, 3.0, 4.0, 5.0])

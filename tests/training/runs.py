@@ -27,7 +27,7 @@ from fourfold.models.storage import save_role
 from fourfold.scoring.combined import Reward
 from fourfold.scoring.pipeline import score
 from fourfold.training.checkpoint import CheckpointStore
-from fourfold.training.experience import Shaping, estimate_advantages
+from fourfold.training.experience import estimate_advantages
 from fourfold.training.inputs import encode_inputs, read_records
 from fourfold.training.pipeline import prepare, run_stages
 from fourfold.training.ppo import build_trainer, reward_source
@@ -40,6 +40,21 @@ Tree = dict[str, Any]
 def pays_for_a(prompts: list[str], responses: list[str]) -> list[float]:
     """A reward for the known-answer run: a point for every letter a."""
     return [float(response.count("a")) for response in responses]
+
+
+def pays_for_e(prompts: list[str], responses: list[str]) -> list[float]:
+    """A point for every letter e."""
+    return [float(response.count("e")) for response in responses]
+
+
+def pays_for_shortness(prompts: list[str], responses: list[str]) -> list[float]:
+    """A point less for every character."""
+    return [-float(len(response)) for response in responses]
+
+
+def pays_for_prompt(prompts: list[str], responses: list[str]) -> list[float]:
+    """How long the prompt is that the function was given."""
+    return [float(len(prompt)) for prompt in prompts]
 
 
 def pays_by_hash(prompts: list[str], responses: list[str]) -> list[float]:
@@ -244,8 +259,7 @@ def make_experience(trainer: Trainer, step: int = 0) -> tuple[Experience, Activa
         micro_batch_size=config.ppo.micro_batch_size,
     )
     assert bool(valid.all())
-    shaping = Shaping(trainer.progress.kl_coef, trainer.progress.moments.update(scored.scores))
-    return estimate_advantages(scored, config.ppo, shaping), activations
+    return estimate_advantages(scored, config.ppo, trainer.progress.shaping_with(scored)), activations
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

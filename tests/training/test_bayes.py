@@ -7,6 +7,7 @@ penalties is better viewed as Bayesian inference", equation 4). Nothing in this 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,18 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fourfold.training.trainer import Trainer
 from tiny import EOS, tiny_model
-from training.runs import SHARINGS, by_function, make_config, make_trainer, merged, pays_by_hash, settings, steps_of
+from training.runs import (
+    SHARINGS,
+    Tree,
+    by_function,
+    make_config,
+    make_trainer,
+    merged,
+    pays_by_hash,
+    pays_for_a,
+    settings,
+    steps_of,
+)
 
 WORDS = {"a": 0, "<eos>": EOS, "b": 2, "c": 3}
 # Of different words: rotary positions alone cannot tell "b" from "b b", so no Llama could answer the two differently.
@@ -62,41 +74,98 @@ def _probability(logits: torch.Tensor, start: int, response: tuple[int, ...]) ->
     return float(torch.stack(chosen).sum().exp())
 
 
-def posterior(model: Path, prompt: list[int]) -> torch.Tensor:
-    """pi_ref(y) exp(r(y) / beta) / Z from the model as it lies on disk."""
+def hashed(text: str) -> float:
+    """What `pays_by_hash` pays."""
+    return pays_by_hash([""], [text])[0]
+
+
+def posterior(
+    model: Path, prompt: list[int], reward_of: Callable[[str], float] = hashed, *, uniform: bool = False
+) -> torch.Tensor:
+    """pi_ref(y) exp(r(y) / beta) / Z from the model as it lies on disk, or from a prior of V^-n for n tokens."""
     reference = AutoModelForCausalLM.from_pretrained(model)
     names = {number: word for word, number in WORDS.items()}
     prior, reward = [], []
     for response in all_responses():
-        prior.append(_probability(reference(torch.tensor([[*prompt, *response]])).logits[0], len(prompt), response))
+        logits = reference(torch.tensor([[*prompt, *response]])).logits[0]
+        of_model = _probability(logits, len(prompt), response)
+        prior.append(len(WORDS) ** -len(response) if uniform else of_model)
         text = "".join(names[token] for token in response if token != EOS)
-        reward += pays_by_hash([""], [text])
+        reward.append(reward_of(text))
     assert sum(prior) == pytest.approx(1.0, abs=1e-6), "every response is listed once"
     weighed = torch.tensor(prior) * (torch.tensor(reward) / BETA).exp()
     return weighed / weighed.sum()
 
 
 @torch.no_grad()
-def distances(trainer: Trainer, model: Path) -> list[float]:
+def distances(
+    trainer: Trainer, model: Path, reward_of: Callable[[str], float] = hashed, *, uniform: bool = False
+) -> list[float]:
     """Total variation between actor and posterior for each prompt."""
-    pairs = [(probabilities(trainer, prompt), posterior(model, prompt)) for prompt in PROMPTS]
+    pairs = [
+        (probabilities(trainer, prompt), posterior(model, prompt, reward_of, uniform=uniform)) for prompt in PROMPTS
+    ]
     return [float((actual - wanted).abs().sum() / 2) for actual, wanted in pairs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "seed", "sharing", "gae_lambda"), [("gpt2", 2, "trunk", 0.95), ("llama", 0, "none", 1.0)]
+    ("family", "seed", "sharing", "gae_lambda", "prior"),
+    [
+        ("gpt2", 2, "trunk", 0.95, "step_0"),
+        ("llama", 0, "none", 1.0, "step_0"),
+        ("llama", 0, "none", 1.0, "uniform"),  # among responses of one length softmax(r / beta)
+    ],
 )
-def test_ppo_finds_the_posterior(tmp_path: Path, family: str, seed: int, sharing: str, gae_lambda: float) -> None:
+def test_ppo_finds_the_posterior(
+    tmp_path: Path, family: str, seed: int, sharing: str, gae_lambda: float, prior: str
+) -> None:
     """Total variation under 0.03 after training, far above it before."""
+    uniform = prior == "uniform"
     model = tiny_world(tmp_path / "world", family, seed)
+    changes = merged(SHARINGS[sharing] or {"trunk": {"branch_layers": 1}}, {"ppo": {"gae_lambda": gae_lambda}})
+    trainer = trainer_in(tmp_path, model, seed, merged(changes, {"reference": {"prior": prior}}))
+    assert min(distances(trainer, model, uniform=uniform)) > 0.3
+    steps_of(trainer)
+    assert max(distances(trainer, model, uniform=uniform)) < 0.03
+    if uniform:
+        assert min(distances(trainer, model)) > 0.3, "what the model knew is gone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "weights"), [("vector", (0.9, 0.3)), ("multi", (0.4, -0.4)), ("scalar", (0.4, -0.4))]
+)
+def test_ppo_finds_the_posterior_of_weighted_rewards(tmp_path: Path, heads: str, weights: tuple[float, float]) -> None:
+    """The same with r = w . r, whatever the critic is; the posterior of other weights stays far away."""
+    model, names = tiny_world(tmp_path / "world", "gpt2", 2), ("pays_by_hash", "pays_for_a")
+    parts = {
+        name: {"source": "function", "function": f"training.runs:{name}", "weight": weight}
+        for name, weight in zip(names, weights, strict=True)
+    }
+    changes = {"reward": {"source": "combined", "function": None, "parts": parts}, "trunk": {"branch_layers": 1}}
+    trainer = trainer_in(tmp_path, model, 2, merged(changes, {"critic": {"heads": heads}}))
+
+    def weighted(text: str) -> float:
+        return weights[0] * hashed(text) + weights[1] * pays_for_a([""], [text])[0]
+
+    def swapped(text: str) -> float:
+        return weights[1] * hashed(text) + weights[0] * pays_for_a([""], [text])[0]
+
+    assert min(distances(trainer, model, weighted)) > 0.1
+    steps_of(trainer)
+    assert max(distances(trainer, model, weighted)) < 0.03
+    assert min(distances(trainer, model, swapped)) > 0.1
+
+
+def trainer_in(tmp_path: Path, model: Path, seed: int, changes: Tree) -> Trainer:
+    """A run in that world, paid by `pays_by_hash` unless the changes say otherwise."""
     decay = {"schedule": "cosine", "learning_rate": 0.01}
     ppo = decay | {
         "steps": 60, "rollout_batch_size": 128, "mini_batch_size": 64, "micro_batch_size": 64, "num_epochs": 4,
-        "kl_coef": BETA, "gae_lambda": gae_lambda, "whiten_advantages": False, "value_clip_eps": 0.0,
+        "kl_coef": BETA, "whiten_advantages": False, "value_clip_eps": 0.0,
     }  # fmt: skip
-    changes = merged(by_function("pays_by_hash", **ppo), SHARINGS[sharing] or {"trunk": {"branch_layers": 1}})
-    changes = merged(changes, {
+    changes = merged(merged(by_function("pays_by_hash", **ppo), changes), {
         "seed": seed,
         "model": {"path": str(model)},
         "critic": decay | {"learning_rate": 0.02},
@@ -105,7 +174,4 @@ def test_ppo_finds_the_posterior(tmp_path: Path, family: str, seed: int, sharing
         "evaluation": None,
         "data": {"prompts_test": None},
     })  # fmt: skip
-    trainer = make_trainer(make_config(settings(tmp_path, changes)), prompts=PROMPTS)
-    assert min(distances(trainer, model)) > 0.3
-    steps_of(trainer)
-    assert max(distances(trainer, model)) < 0.03
+    return make_trainer(make_config(settings(tmp_path, changes)), prompts=PROMPTS)

@@ -50,6 +50,7 @@ BEST = "training/test_pipeline.py::test_the_best_checkpoint_is_that_of_the_named
 PRECISION = "training/test_half_roles.py"
 OPTIMIZERS = "memory/test_optimizers.py"
 NAMED = "training/test_every_setting.py::test_every_section_names_its_optimizer"
+CONFLICTS, VECTOR = "training/test_conflicting_rewards.py", "training/test_vector_runs.py"
 COMBINED = "scoring/test_combined.py"
 SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
@@ -86,7 +87,15 @@ SHOWN = {
     ),
     "reward.parts.NAME.retries": "scoring/test_combined.py::test_a_function_that_raises_is_named_by_its_table",
     "reward.parts.NAME.on_failure": f"{COMBINED}::test_a_part_says_for_itself_whether_its_failure_stops_the_run",
+    "reward.weights": f"{CONFLICTS}::test_weights_that_were_sampled_in_training_can_be_chosen_afterwards",
+    "reward.weights_concentration": (
+        "data/test_told_weights.py::test_their_mean_is_that_of_the_settings_and_their_spread_that_of_dirichlet"
+    ),
+    "critic.loss_weights": f"{VECTOR}::test_fixed_weights_scale_the_losses_and_0_learns_nothing",
+    "critic.value_clip_eps": f"{VECTOR}::test_a_clip_range_of_its_own",
     "reward.device": "models/test_external.py::test_where_and_how_wide_auto_is",
+    "reference.checkpoint": "training/test_priors.py::test_another_checkpoint_is_the_reference",
+    "evaluation.max_texts": "training/test_priors.py::test_evaluations_tell_the_drift_and_the_loss_on_held_out_texts",
     "reference.engine": "scoring/service/test_llama_server.py::test_a_run_whose_reference_is_a_llama_server",
     "reward.engine": "training/test_own_models.py::test_a_run_scored_by_onnx_runtime",
     "reward.model": "models/test_external.py::test_a_batch_is_scored_as_each_text_by_hand",
@@ -102,6 +111,7 @@ SHOWN = {
     "checkpoint.best_metric": BEST,
     "checkpoint.best_mode": BEST,
     "tracking.trackers": "training/test_pipeline.py::test_tensorboard_gets_every_row",
+    "tracking.project": "training/test_pipeline.py::test_a_tracker_of_another_project_gets_every_row_with_the_settings",
 }
 
 
@@ -153,6 +163,8 @@ def dataset(name: str) -> list[Row]:
 
 ADAPTED = {"sharing.mode": "adapters", "trunk": None}
 TRAINED = {"trunk.train": True}
+MOVING = {"reference.prior": "moving"}
+SEVERAL = {"critic.heads": "vector"}
 ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
 OWN_REWARD = {
     "reward.source": "model",
@@ -179,6 +191,10 @@ ROWS = [
     Row("precision.compute", "float32", "bfloat16", compute_type),
     Row("precision.critic", "float32", "bfloat16", metric("value_loss_per_token")),
     Row("reference.model", "", "FOLDER/other", metric("reference_score_flops")),
+    Row("reference.prior", "step_0", "uniform", metric("kl_per_token_mean")),
+    Row("reference.decay", 0.5, 0.9, metric("kl_per_token_mean"), also=MOVING),
+    Row("reference.copy_every", 0, 1, metric("kl_per_token_mean"), also=MOVING),
+    Row("reference.log_step_0", True, False, metric("reference_score_flops"), also=MOVING),
     Row("precision.frozen", "bfloat16", "int8", types_held),
     Row("precision.reference", "bfloat16", "int8", metric("kl_per_token_mean")),
     Row("precision.loss_scale", 64.0, 32.0, metric("loss_scale"), also={"precision.compute": "float16"}),
@@ -207,6 +223,9 @@ ROWS = [
     Row("reward.template", "", "a: {response}", metric("score_mean"), also=OWN_REWARD),
     Row("reward.max_tokens", 0, 4, metric("reward_forward_tokens"), also=OWN_REWARD),
     *optimizer("critic", "ppo", weights("critic")),
+    Row("critic.heads", "scalar", "vector", weights("critic")),
+    Row("critic.head_width", 4, 8, weights("critic"), also={"critic.heads": "multi"}),
+    Row("critic.loss_balance", "fixed", "uncertainty", metric("value_loss_per_token"), also=SEVERAL),
     Row("sampling.weights", "as_trained", "nf4", metric("sampler_gap_mean")),
     Row("sampling.max_new_tokens", 4, 6, metric("response_length_max")),
     Row("sampling.temperature", 1.0, 0.5, metric("entropy_per_token_mean")),
@@ -236,6 +255,7 @@ ROWS = [
     Row("ppo.gamma", 1.0, 0.5, metric("return_mean")),
     Row("ppo.gae_lambda", 0.95, 0.0, metric("return_mean")),
     Row("ppo.whiten_advantages", True, False, metric("advantage_std")),
+    Row("ppo.whiten_dimensions", False, True, metric("advantage_std"), also=SEVERAL | {"ppo.whiten_advantages": False}),
     Row("ppo.target_kl", None, 1e-9, metric("early_stopped")),
     Row("ppo.kl_coef", 0.05, 1.0, metric("reward_per_sequence_mean")),
     Row("ppo.kl_estimator", "k1", "k2", metric("kl_per_sequence_mean")),

@@ -43,6 +43,7 @@ def scored(
         last_values=torch.full((rows,), 7.0),
         scores=torch.tensor(scores),
         score_parts=torch.tensor(scores)[:, None],
+        score_weights=torch.ones(rows, 1),
     )
 
 

@@ -214,6 +214,7 @@ def scored(gaps: list[list[float]]) -> ScoredRollout:
     zeros, per_row = torch.zeros_like(held), torch.zeros(len(gaps))
     given = {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
     said = {"values": zeros, "last_values": per_row, "scores": per_row, "score_parts": per_row[:, None]}
+    said["score_weights"] = torch.ones_like(said["score_parts"])
     return ScoredRollout(**given, ref_log_probs=held, kl=zeros, **said)
 
 

@@ -97,7 +97,7 @@ def padded(experience: Experience, activations: Activations, left: int, right: i
             changes[field.name] = pad(value, (left, right), value=1)
         elif field.name == "response_mask":
             changes[field.name] = pad(value, (0, right))
-        elif value.ndim == 2:
+        elif value.ndim == 2 and field.name not in ("score_parts", "score_weights"):
             masked = torch.where(experience.response_mask, value, math.nan)
             changes[field.name] = pad(masked, (0, right), value=math.nan)
     inputs = pad(activations.inputs, (0, 0, left, right), value=0.3)

@@ -10,6 +10,7 @@ from fourfold.config.checks.memory import attention, in_backward, optimizer_stat
 from fourfold.config.checks.own_models import reference_engine, reward_model
 from fourfold.config.checks.parts import reward_parts
 from fourfold.config.checks.precision import precision
+from fourfold.config.checks.prior import prior
 from fourfold.config.checks.sampling import sampling
 from fourfold.config.checks.service import (
     reference_at_llama_cpp,
@@ -20,6 +21,7 @@ from fourfold.config.checks.service import (
 )
 from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
+from fourfold.config.checks.vector import sampled_weights, values
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -48,7 +50,10 @@ def problems(config: RunConfig) -> list[str]:
         *reward_parts(config),
         *reward_model(config),
         *reference_engine(config),
+        *prior(config),
         *ppo(config),
+        *values(config),
+        *sampled_weights(config),
         *warm_ups(config),
         *lengths(config),
         *optimizer_states(config),

@@ -49,6 +49,7 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         reason = "no role has residency = 'service'"
         because(reason, "service", *type(config.service).model_fields)
     _of_the_reward(config.reward, because)
+    _of_the_values(config, because)
     if config.ppo.kl_controller == "fixed":
         because("ppo.kl_controller = 'fixed' keeps kl_coef as it is", "ppo", "kl_target", "kl_horizon")
     if config.ppo.kl_loss_coef == 0:
@@ -64,6 +65,10 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         )
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
+    if not {"wandb", "trackio"} & set(config.tracking.trackers):
+        because("tracking.trackers holds neither 'wandb' nor 'trackio'", "tracking", "project")
+    if config.data.texts_test is None:
+        because("without data.texts_test there are no held-out texts", "evaluation", "max_texts")
     if config.data.prompts_test is None:
         reason = "without data.prompts_test nothing is evaluated"
         because(reason, "evaluation", *type(config.evaluation).model_fields)
@@ -83,6 +88,7 @@ def _of_precision(config: RunConfig, because: Because) -> None:
 
 def _of_the_reference(config: RunConfig, because: Because) -> None:
     given = config.reference
+    _of_the_prior(config, because)
     if given.engine != "torch":
         reason = f"reference.engine = {given.engine!r} runs on the CPU and holds its weights itself"
         because(reason, "precision", "reference")
@@ -93,12 +99,32 @@ def _of_the_reference(config: RunConfig, because: Because) -> None:
         because(reason, "precision", "max_reference_bias")
 
 
+def _of_the_prior(config: RunConfig, because: Because) -> None:
+    given, kind = config.reference, config.reference.kind
+    if kind in ("checkpoint", "model"):
+        because(f"reference.{kind} names the policy that the KL is taken to", "reference", "prior")
+    if kind != "moving":
+        because(f"reference.prior = {given.prior!r} does not move", "reference", "decay", "copy_every")
+    elif given.copy_every:
+        because("reference.copy_every copies the actor and forms no average", "reference", "decay")
+    if kind == "step_0":
+        because("the KL is taken to the actor of step 0 already", "reference", "log_step_0")
+    elif given.residency == "service":
+        because("reference.residency = 'service' leaves no weights here", "reference", "log_step_0")
+    if kind == "uniform":
+        because("reference.prior = 'uniform' has no weights", "precision", "reference")
+        if not given.log_step_0:
+            because("reference.prior = 'uniform' has no weights", "reference", "residency")
+
+
 def _of_the_reward(reward: RewardSection, because: Because) -> None:
     if not reward.has_model:
         because(f"reward.source = {reward.source!r} has no reward model", "reward", "residency")
         because(f"reward.source = {reward.source!r} has no reward model", "precision", "reward")
     if reward.source != "combined":
-        because(f"reward.source = {reward.source!r} adds nothing up", "reward", "parts")
+        because(f"reward.source = {reward.source!r} adds nothing up", "reward", "parts", "weights")
+    if reward.weights == "fixed":
+        because("reward.weights = 'fixed' draws none", "reward", "weights_concentration")
     if reward.source != "checkpoint":
         because(f"reward.source = {reward.source!r} loads no reward model", "reward", "checkpoint")
     if reward.source != "function":
@@ -116,6 +142,19 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
         reason = f"reward.source = {reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)
         because(reason, "data", "pairs", "pairs_test")
+
+
+def _of_the_values(config: RunConfig, because: Because) -> None:
+    critic = config.critic
+    if critic.heads == "scalar":
+        reason = "critic.heads = 'scalar' has one value"
+        because(reason, "critic", "head_width", "loss_balance", "loss_weights", "value_clip_eps")
+        because(reason, "ppo", "whiten_dimensions")
+        return
+    if critic.heads != "multi":
+        because(f"critic.heads = {critic.heads!r} has no layers of its own", "critic", "head_width")
+    if critic.loss_balance != "fixed":
+        because(f"critic.loss_balance = {critic.loss_balance!r} finds them", "critic", "loss_weights")
 
 
 def _of_the_trunk(trunk: TrunkSection, because: Because) -> None:

@@ -116,6 +116,18 @@ class RewardSection(OptimizerSection):
         description="What runs the model of source = 'model': torch, or ONNX Runtime on the CPU (extra onnx) with "
         "float32 or INT8 weights. Exported once into model.cache; at every start its scores are compared with torch's.",
     )
+    weights: Literal["fixed", "sampled"] = Field(
+        default="fixed",
+        description="Weights of the parts of source = 'combined': 'fixed', those of the parts; or 'sampled' for every "
+        "prompt, which is told of them ('[safety=0.8 brevity=0.2] ' in front of it, within data.max_prompt_tokens): so "
+        "that `fourfold sample --weights` can ask for any others later. Drawn are tenths that add up to 1; scores are "
+        "weighed by them times the sum of the parts' weights.",
+    )
+    weights_concentration: PositiveFloat = Field(
+        default=1.0,
+        description="Of the Dirichlet distribution of weights = 'sampled', whose mean is the parts' weights: 1 draws "
+        "all alike (of equal weights), less draws extremes, more stays near the mean.",
+    )
     init: Literal["sft", "base"] = Field(
         default="sft", description="Weights that the reward model starts from; by default the base's where no sft is."
     )
@@ -142,6 +154,34 @@ class CriticSection(OptimizerSection):
         default="reward",
         description="Weights of the critic: from the reward model (with its head), from the actor, "
         "or from the base model (new head).",
+    )
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether values of it have a new head, which nothing has trained."""
+        return self.init != "reward" or self.heads != "scalar"
+
+    heads: Literal["scalar", "vector", "multi"] = Field(
+        default="scalar",
+        description="'scalar': one value, of the weighted total. Else a value for each part of the reward and one for "
+        "the penalties (KL, length, missing EOS), with rewards, advantages, value clip and loss of their own: 'vector' "
+        "by one linear map, 'multi' by a small layer of its own for each on the shared body.",
+    )
+    head_width: PositiveInt = Field(default=32, description="Units of each head's own layer (heads = 'multi').")
+    loss_balance: Literal["fixed", "uncertainty", "grad_norm"] = Field(
+        default="fixed",
+        description="What the loss of each value counts (heads 'vector', 'multi'): loss_weights; or one over its mean "
+        "squared error on the rollout; or one over the norm of its gradient at what the heads read. The latter two "
+        "have mean 1 and stay within a tenth and ten times their geometric mean.",
+    )
+    loss_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Factors of the value losses by part of the reward and 'penalties', where they are not 1.",
+    )
+    value_clip_eps: dict[str, float] = Field(
+        default_factory=dict,
+        description="Clip ranges of the values by part of the reward and 'penalties', where they are not "
+        "ppo.value_clip_eps.",
     )
     warmup_steps: Count = Field(default=0, description="Optimizer steps of linear warm-up of the learning rate.")
     warmup_rollouts: Count = Field(
@@ -174,6 +214,11 @@ class PpoSection(OptimizerSection):
     gamma: Fraction = Field(default=1.0, description="Discount.")
     gae_lambda: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation.")
     whiten_advantages: bool = Field(default=True, description="Mean 0, standard deviation 1 over the rollout's tokens.")
+    whiten_dimensions: bool = Field(
+        default=False,
+        description="So are the advantages of each part of the reward before they are weighed (critic.heads 'vector', "
+        "'multi'), but for the penalties: weights then count standard deviations.",
+    )
     target_kl: NonNegativeFloat | None = Field(
         default=None,
         description="End a rollout's epochs when the mean of KL(old, new) per token in a mini-batch reaches "

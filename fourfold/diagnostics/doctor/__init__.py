@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fourfold.diagnostics.doctor.examine import DIAGNOSES, Examination, diagnose, examine
-from fourfold.diagnostics.doctor.verdict import Diagnosis, Unjudged, Verdict
+from fourfold.diagnostics.doctor.verdict import Diagnosis, Unjudged, Verdict, by_severity
 
-__all__ = ["DIAGNOSES", "Diagnosis", "Examination", "Unjudged", "Verdict", "diagnose", "examine"]
+__all__ = ["DIAGNOSES", "Diagnosis", "Examination", "Unjudged", "Verdict", "by_severity", "diagnose", "examine"]

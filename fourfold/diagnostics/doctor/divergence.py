@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy
 import torch
 
@@ -16,6 +18,7 @@ KL_SEQUENCE, KL_TOKEN, ANY_TOKEN = 15.0, 0.5, 1.0
 OVER_TARGET = 2.0
 # KL below 0, nats a token.
 NEGATIVE = 0.01
+STEP_0 = "kl_step_0_per_sequence_mean"
 # Surprise of the sampled tokens against the entropy of the policy, nats a token.
 SURPRISE = 0.15
 # KL of a token before the first step, nats: beyond every bound of pre-flight.
@@ -37,19 +40,22 @@ def kl_runaway(records: Records) -> Finding:
     ppo = records.config.ppo
     whole, token = records.series("kl_k3_per_sequence_mean"), records.series("kl_per_token_mean")
     whole = max((whole, records.series("kl_per_sequence_mean")), key=lambda series: series.end.value)
+    with contextlib.suppress(CannotJudge):  # of a prior that is far from the start, or goes along, the KL says little
+        whole = records.series(STEP_0)
     limit = KL_SEQUENCE
     if ppo.kl_controller == "adaptive":
         limit = OVER_TARGET * ppo.kl_target
     per_token = Estimate(token.end.value, token.end.error)
-    if whole.name.startswith("kl_k3"):
+    if whole.name != "kl_per_sequence_mean":
         lengths = records.series("response_length_mean")
         per_token = level(whole.values[-whole.third :] / lengths.values[-whole.third :])
     far = max(min(whole.end.above(limit), per_token.above(KL_TOKEN)), per_token.above(ANY_TOKEN))
     confidence = min(far, whole.end.minus(whole.start).above(0.0))
     evidence = (
-        f"KL to the reference {whole.start.value:.3g} -> {whole.end.value:.3g} nats a response (limit {limit:g}), "
-        f"{per_token.value:.2g} a token (limit {KL_TOKEN}, by itself {ANY_TOKEN:g}), from the first to the last third "
-        f"of the steps; kl_coef {records.rows[-1]['kl_coef']:g}"
+        f"KL to the {'start' if whole.name == STEP_0 else 'reference'} {whole.start.value:.3g} -> "
+        f"{whole.end.value:.3g} nats a response (limit {limit:g}), {per_token.value:.2g} a token (limit {KL_TOKEN}, "
+        f"by itself {ANY_TOKEN:g}), from the first to the last third of the steps; kl_coef "
+        f"{records.rows[-1]['kl_coef']:g}"
     )
     remedy = more_kl(records)
     if ppo.kl_controller == "adaptive":
@@ -117,18 +123,20 @@ def wrong_reference(records: Records) -> Finding:
     first, kept = records.first_held_out()
     if first != 0:
         raise CannotJudge("no held-out rollout of step 0 is kept; give data.prompts_test")
+    reference = records.config.reference
+    if records.config.reference_differs and reference.starts_as_the_actor:
+        raise CannotJudge("the reference computes otherwise than the actor: see precision gap")
     gap = (kept.log_probs - kept.ref_log_probs).abs()
     size = mean(per_token(torch.where(kept.response_mask, gap, 0.0), kept))
+    key, default = {"model": ("model", "''"), "checkpoint": ("checkpoint", "''")}.get(
+        reference.kind, ("prior", "'step_0'")
+    )
     evidence = (
         f"before the first step |log p(actor) - log p(reference)| is {size.value:.3g} ± {size.error:.1g} nats a token "
-        f"(limit {AT_START})"
+        f"(limit {AT_START}); reference.{key} = {getattr(reference, key)!r}"
     )
-    confidence = size.above(AT_START)
-    if records.config.reference_differs:
-        confidence = 0.0
-        evidence += "; the reference computes otherwise, see precision gap"
-    remedy = "reference.model = ''  # the reference is the actor as it is at step 0"
-    return Finding(evidence, confidence, remedy, (0, 0))
+    remedy = f"reference.{key} = {default}  # the reference is the actor as it is at step 0"
+    return Finding(evidence, size.above(AT_START), remedy, (0, 0))
 
 
 def precision_gap(records: Records) -> Finding:
@@ -170,9 +178,10 @@ DIAGNOSES = (
         "policy",
         "ill",
         "The actor leaves the reference further and further behind.",
-        f"The larger of kl_per_sequence_mean and kl_k3_per_sequence_mean in the last third of the steps: confidence "
-        f"of above {KL_SEQUENCE:g} nats ({OVER_TARGET:g} x `ppo.kl_target` under the adaptive controller) and "
-        f"{KL_TOKEN} nats a token, or of above {ANY_TOKEN:g} nats a token; and of above the first third.",
+        f"The larger of kl_per_sequence_mean and kl_k3_per_sequence_mean, or kl_step_0_per_sequence_mean, in the last "
+        f"third of the steps: confidence of above {KL_SEQUENCE:g} nats ({OVER_TARGET:g} x `ppo.kl_target` under the "
+        f"adaptive controller) and {KL_TOKEN} nats a token, or of above {ANY_TOKEN:g} nats a token; and of above the "
+        "first third.",
         "Raise `ppo.kl_coef`, or shorten `ppo.kl_horizon` of the adaptive controller.",
         kl_runaway,
     ),
@@ -202,11 +211,12 @@ DIAGNOSES = (
     Diagnosis(
         "wrong reference",
         "policy",
-        "ill",
+        "warning",
         "The reference is not the actor as it starts: the penalty pulls towards another model.",
         "Held-out rollout of step 0: mean over responses of the mean |log p(actor) - log p(reference)| of their "
         f"tokens; confidence that it is above {AT_START} nats. Not asked where the reference computes otherwise.",
-        "Leave `reference.model` out, unless another prior is what you want.",
+        "Leave `reference.model`, `reference.checkpoint` and `reference.prior` out, unless another prior is what you "
+        "want.",
         wrong_reference,
     ),
     Diagnosis(

@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.diagnostics.doctor import critic, divergence, policy, reward, system
 from fourfold.diagnostics.doctor.healthy import healthy
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, read_records
-from fourfold.diagnostics.doctor.verdict import SEVERITIES, Diagnosis, Family, Finding, Unjudged, Verdict
+from fourfold.diagnostics.doctor.verdict import Diagnosis, Family, Finding, Unjudged, Verdict, by_severity
 
 FAMILIES: dict[Family, tuple[Diagnosis, ...]] = {
     "critic": critic.DIAGNOSES,
@@ -46,7 +46,7 @@ def examine(run: Path) -> Examination:
 def examined(records: Records) -> Examination:
     """Everything that these records tell."""
     verdicts: list[Verdict] = []
-    unjudged: list[Unjudged] = []
+    unjudged = [Unjudged("files", problem) for problem in records.run.problems]
     for family, diagnoses in FAMILIES.items():
         found, ill, missing = _family(diagnoses, records)
         verdicts += ill
@@ -56,8 +56,7 @@ def examined(records: Records) -> Examination:
                 verdicts.append(healthy(family, records, found))
             except CannotJudge as reason:
                 unjudged.append(Unjudged(f"{family} healthy", str(reason)))
-    verdicts.sort(key=lambda verdict: (SEVERITIES.index(verdict.severity), -verdict.confidence))
-    return Examination(_state(records), tuple(verdicts), tuple(unjudged))
+    return Examination(_state(records), tuple(by_severity(verdicts)), tuple(unjudged))
 
 
 def _family(diagnoses: tuple[Diagnosis, ...], records: Records) -> tuple[list[Finding], list[Verdict], list[Unjudged]]:
@@ -77,7 +76,6 @@ def _family(diagnoses: tuple[Diagnosis, ...], records: Records) -> tuple[list[Fi
 
 
 def _state(records: Records) -> str:
-    done = f"{records.last_step} of {records.config.ppo.steps} steps"
-    if records.finished:
-        return f"finished, {done}"
-    return f"stopped after {done}: {records.failure}" if records.failure else f"not finished, {done}"
+    run = records.run
+    done = f"{run.state.state}, {run.step} of {run.config.ppo.steps} steps"
+    return f"{done}: {run.state.said}" if run.state.said else done

@@ -19,7 +19,10 @@ ALIKE = 1e-6
 
 @dataclass(frozen=True)
 class Fit:
-    """Values against returns of a kept rollout, token by token; `row` says which response a token belongs to."""
+    """Values against returns of a kept rollout, token by token; `row` says which response a token belongs to.
+
+    Of a critic with several dimensions: the weighted totals of both.
+    """
 
     values: Numbers
     returns: Numbers
@@ -34,7 +37,7 @@ class Fit:
         if rows < FEWEST_ROWS:
             raise CannotJudge(f"the kept rollout has {rows} responses; {FEWEST_ROWS} are needed")
         row = torch.arange(rows)[:, None].expand_as(mask)[mask].numpy()
-        values, returns = (tensor[mask].double().numpy() for tensor in (kept.values, kept.returns))
+        values, returns = (kept.total(each)[mask].double().numpy() for each in (kept.values, kept.returns))
         if float(kept.scores.std()) <= ALIKE * (1 + float(kept.scores.abs().max())):
             raise CannotJudge("all scores of the kept rollout are alike: there is nothing for a critic to know")
         so_far = torch.arange(mask.shape[1]).expand_as(mask)[mask].double().numpy()
@@ -90,7 +93,7 @@ def first_states(kept: Experience) -> tuple[float, float] | None:
 
     The second is what no value of the prompt can know; None where no prompt has two responses.
     """
-    returns, values = kept.returns[:, 0].double(), kept.values[:, 0].double()
+    values, returns = (kept.total(each)[:, 0].double() for each in (kept.values, kept.returns))
     squares, free = 0.0, 0
     for prompt in kept.prompt_id.unique():
         of_prompt = returns[kept.prompt_id == prompt]

@@ -35,7 +35,7 @@ def reward_hacking(records: Records) -> Finding:
     unit = spread(start.scores.double().numpy()) or 1.0
     rise = Estimate(rise.value / unit, rise.error / unit)
     signs = [_repetition(start, end), _sameness(start, end), _log_prob(start, end)]
-    judged = records.evaluation("eval_judge_mean")
+    judged = records.run.points("evaluation", "eval_judge_mean")
     if len(judged) > 1:
         fall = Estimate(judged[0][1] - judged[-1][1], 0.5 * (2 / len(end.sequences)) ** 0.5)
         said = f"the judge's mean went from {judged[0][1]:.3f} to {judged[-1][1]:.3f} (limit -{WORSE})"

@@ -13,14 +13,12 @@ import numpy
 
 from fourfold.batch import Experience
 from fourfold.config import RunConfig
-from fourfold.config.loading import saved_config
 from fourfold.diagnostics.doctor.robust import Estimate, Numbers, level
 from fourfold.diagnostics.kept import KeptFiles, held_out_files, training_files
-from fourfold.diagnostics.trackers import read_jsonl
+from fourfold.diagnostics.run_record import RunRecord, read_run
 
 # A series is told by its first and its last third, of at most so many steps, at least so few.
 MOST_STEPS, FEWEST_STEPS = 50, 3
-METRICS, DONE, STOPPED, PREFLIGHT = "ppo/metrics.jsonl", "done.json", "stopped.json", "preflight.json"
 
 
 class CannotJudge(Exception):
@@ -65,17 +63,36 @@ class Series:
 class Records:
     """Settings, rows of metrics by kind, kept rollouts by step, and what stages have noted."""
 
-    config: RunConfig
-    rows: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
+    run: RunRecord
     held_out: KeptFiles
     training: KeptFiles
     preflight: Mapping[str, Any]
-    before: Mapping[str, Any]  # metrics of the evaluation before the first step
-    reward_stage: Mapping[str, Any]  # metrics of the stage reward
-    failure: str  # what stopped the run, "" where nothing did
-    finished: bool
     _read: dict[tuple[KeptFiles, int], Experience] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of the run."""
+        return self.run.config
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The rows of ppo's steps."""
+        return self.run.steps
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a row; 0 before the first."""
+        return self.run.step
+
+    @property
+    def reward_stage(self) -> Mapping[str, Any]:
+        """What the stage reward has noted."""
+        return self.run.stages.get("reward", {})
+
+    @property
+    def failure(self) -> str:
+        """The message of the error that ended the last process on the run, "" where none did."""
+        return self.run.state.said if self.run.state.state == "failed" else ""
 
     def series(self, name: str, fewest: int = 2 * FEWEST_STEPS) -> Series:
         """A metric of ppo's steps; CannotJudge with fewer steps than `fewest`."""
@@ -84,12 +101,6 @@ class Records:
             raise CannotJudge(f"{name} is in {len(found)} rows of ppo/metrics.jsonl; {fewest} are needed")
         steps, values = zip(*found, strict=True)
         return Series(name, steps, numpy.array(values))
-
-    def evaluation(self, name: str) -> list[tuple[int, float]]:
-        """A metric of held-out prompts by step, the one before training at step 0."""
-        found = [(int(row["step"]), float(row[name])) for row in self.evaluations if name in row]
-        start = self.before.get(name.removeprefix("eval_"))
-        return ([] if start is None else [(0, float(start))]) + found
 
     def last_held_out(self) -> tuple[int, Experience]:
         """The newest held-out rollout of a step after training began."""
@@ -125,11 +136,6 @@ class Records:
         """Whether the run stopped because a loss, gradient, weight or output of a role was NaN or infinite."""
         return role in self.failure and re.search(r"\b(nan|inf|finite)\b", self.failure) is not None
 
-    @property
-    def last_step(self) -> int:
-        """The last step that has a row; 0 before the first."""
-        return int(self.rows[-1]["step"]) if self.rows else 0
-
     def kept_scores(self) -> Iterator[tuple[int, Numbers]]:
         """Scores of every kept rollout, training before held-out ones."""
         for files in (self.training, self.held_out):
@@ -141,23 +147,14 @@ _NO_KEPT = "no {} rollout is kept; give data.prompts_test, evaluation.every, and
 
 
 def read_records(run: Path) -> Records:
-    """Everything that is there; ValueError for what is not the folder of a run."""
-    log = run / METRICS
-    rows = read_jsonl(log) if log.is_file() else []
+    """Everything that is there; ValueError for what is not the folder of a run, or whose log cannot be read."""
+    record = read_run(run)
+    if record.problems and not record.steps:
+        raise ValueError("; ".join(record.problems))
+    preflight = run / "ppo" / "preflight.json"
     return Records(
-        config=saved_config(run),
-        rows=[row for row in rows if row["kind"] == "ppo_step"],
-        evaluations=[row for row in rows if row["kind"] == "evaluation"],
+        run=record,
         held_out=held_out_files(run),
         training=training_files(run),
-        preflight=_json(run / "ppo" / PREFLIGHT),
-        before=_json(run / "ppo" / "before.json").get("metrics", {}),
-        reward_stage=_json(run / "reward" / DONE).get("metrics", {}),
-        failure=str(_json(run / "ppo" / STOPPED).get("error", "")),
-        finished=(run / "ppo" / DONE).is_file(),
+        preflight=json.loads(preflight.read_text(encoding="utf-8")) if preflight.is_file() else {},
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} where it is missing."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,11 @@ class Verdict:
     confidence: float
     remedy: str
     steps: tuple[int, int]
+
+
+def by_severity(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The most serious first, and of those alike the surest."""
+    return sorted(verdicts, key=lambda each: (SEVERITIES.index(each.severity), -each.confidence))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fourfold.diagnostics.metrics.costs import COSTS
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.dimensions import DIMENSIONS, STEERING
+from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
 from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
-__all__ = ["METRICS", "Metric", "check_row", "metrics_markdown", "table_name"]
+__all__ = ["METRICS", "Band", "Metric", "check_row", "metrics_markdown", "table_name"]
 
 _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
     "ppo_step": {
@@ -17,11 +18,12 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
         "Rollout": ROLLOUT,
         "Policy": POLICY,
         "Value": VALUE,
+        "Dimensions": DIMENSIONS,
         "Trunk": TRUNK,
         "Loss scale": LOSS_SCALE,
         "Costs": COSTS,
     },
-    "evaluation": {"Counters": COUNTERS, "Held-out prompts": EVALUATION},
+    "evaluation": {"Counters": COUNTERS, "Held-out prompts": EVALUATION, "Weights told": STEERING},
 }
 _ABOUT = {
     "ppo_step": "One row a PPO step.",
@@ -58,7 +60,8 @@ def metrics_markdown() -> str:
         "Rows are lines of `metrics.jsonl`, each with its `kind`. A metric is its formula divided by its denominator.",
         "Where nothing was measured there is no number: a row lacks the actor's losses, ratios and entropy as long as",
         "`critic.warmup_rollouts` last, its gradient norm when it took no step, the judge where none is configured.",
-        "NAME stands for a part of a combined reward (`reward.parts`): such a metric is there once for each part.",
+        "NAME stands for a part of a combined reward (`reward.parts`): such a metric is there once for each part. With",
+        "`critic.heads` = 'vector' or 'multi' those of the critic are there for 'penalties' too.",
         "After a step in which float16 overflowed in every mini-batch it has neither losses nor norms.",
         "What is healthy is a rule of thumb for runs like the example; settings are named as in the configuration.",
     ]

@@ -1,4 +1,4 @@
-"""What stands on a branch: log-probs a chunk at a time, one sampled token, one number a token (models/heads.py)."""
+"""What stands on a branch: log-probs a chunk at a time, one sampled token, numbers of a token (models/heads.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fourfold.planner.footprint import ops
 from fourfold.planner.footprint.tape import Gradients, Storage, Tape, Value, Weight
+from fourfold.planner.number_head import NumberHead
 
 # As in fourfold/algorithms/log_probs.py: rows of logits at a time, numbers of a block of them, rows widened at once.
 CHUNK_TOKENS, WIDENED_ROWS = 1024, 8192
@@ -136,10 +137,17 @@ def sample(t: Tape, rows: int, form: HeadForm) -> None:
     del tempered, powers, edges
 
 
-def values(t: Tape, hidden: Value, head: Weight) -> Value:
-    """One float32 number a token."""
+def values(t: Tape, hidden: Value, head: NumberHead, *, size: int, trained: bool) -> Value:
+    """Float32 numbers of every token, from hidden states of `size`."""
     hidden = ops.cast(t, hidden, 4)
-    return ops.linear(t, hidden, head, 1)
+    sizes = head.matrices(size)
+    out = ops.linear(t, hidden, Weight(sizes[0], 4, trained=trained), head.outputs)
+    if not head.width:
+        return out
+    inner, outer = (Weight(numbers, 4, trained=trained) for numbers in sizes[1:])
+    units = ops.linear(t, hidden, inner, head.outputs * head.width)
+    weighed = ops.scale(t, outer, ops.elementwise(t, units, [units]))
+    return ops.add(t, out, ops.reduced(t, weighed, out.numbers))
 
 
 def full_kl(t: Tape, tokens: int, first: HeadForm, second: HeadForm) -> None:

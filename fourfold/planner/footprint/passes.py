@@ -123,7 +123,7 @@ def _scored(role: Role, texts: Texts, below: Below) -> Stages:
         del x
         t.meter.stage("head")
         if role.head is None:
-            heads.values(t, hidden, Weight(form.architecture.hidden, 4, trained=False))
+            heads.values(t, hidden, role.numbers, size=form.architecture.hidden, trained=False)
         else:
             states = _states(t, role, part, texts, hidden)
             del hidden
@@ -193,10 +193,11 @@ def learned(role: Role, texts: Texts, below: Below, lesson: Lesson) -> Stages:
         del x
         t.meter.stage("head")
         out = _opinion(t, role, part, texts, hidden.pop(), lesson.entropy)
-        loss, root = t.storage(LOSS_TENSORS * 4 * texts.answers), out.node
+        numbers = 4 * texts.answers * role.numbers.outputs
+        loss, root = t.storage(LOSS_TENSORS * numbers), out.node
         assert root is not None
         del out
-        t.backward(root, t.storage(4 * texts.answers))
+        t.backward(root, t.storage(numbers))
         del loss, rows
         return _stages(t)
 
@@ -207,7 +208,8 @@ def _opinion(t: Tape, role: Role, part: Part, texts: Texts, hidden: Value, entro
     """Log-probs or values of the responses."""
     size = role.form.architecture.hidden
     if role.head is None:
-        return heads.values(t, ops.view(t, hidden, texts.answers * size), Weight(size, 4, trained=True))
+        before = ops.view(t, hidden, texts.answers * size)
+        return heads.values(t, before, role.numbers, size=size, trained=True)
     states = _states(t, role, part, texts, hidden)
     del hidden
     return heads.log_probs(t, states, _head_weight(role, part), role.head, entropy)
@@ -228,12 +230,13 @@ def joint(actor: Role, critic: Role, trunk: Form, texts: Texts, lesson: Lesson) 
         t.meter.stage("heads")
         values = _opinion(t, critic, parts[1], texts, value_features, "none")
         log_probs = _opinion(t, actor, parts[0], texts, features.pop(), lesson.entropy)
-        loss, roots = t.storage(2 * LOSS_TENSORS * 4 * texts.answers), (values.node, log_probs.node)
+        numbers = [4 * texts.answers * role.numbers.outputs for role in (critic, actor)]
+        loss, roots = t.storage(LOSS_TENSORS * sum(numbers)), (values.node, log_probs.node)
         del values, log_probs
-        for name, root in zip(("critic", "actor"), roots, strict=True):
+        for name, root, size in zip(("critic", "actor"), roots, numbers, strict=True):
             assert root is not None
             t.meter.stage(f"{name} backward")
-            t.backward(root, t.storage(4 * texts.answers))
+            t.backward(root, t.storage(size))
         del value_features, loss
         bottom, given = shared.node, [door.taken.pop() for door in doors]
         assert bottom is not None

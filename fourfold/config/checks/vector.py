@@ -1,0 +1,46 @@
+"""Several values, and weights that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+
+def values(config: RunConfig) -> Iterator[str]:
+    """Of critic.heads = 'vector' and 'multi'; with 'scalar' these settings are refused as ignored."""
+    names = config.value_dimensions
+    if not names:
+        return
+    if names.count(names[-1]) > 1:
+        yield (
+            f"reward.parts.{names[-1]}: a critic of several values has one of this name for KL and other penalties; "
+            "give the part another name, or set critic.heads = 'scalar'"
+        )
+    for key in ("loss_weights", "value_clip_eps"):
+        for name, number in getattr(config.critic, key).items():
+            if name not in names:
+                yield f"critic.{key}.{name}: no value has this name; allowed: {', '.join(names)}"
+            elif number < 0:
+                yield f"critic.{key}.{name}: given {number}; allowed: a number >= 0; leave it out for the default"
+    if not any(config.critic.loss_weights.get(name, 1.0) for name in names):
+        yield "critic.loss_weights: every one is 0, so that the critic learns nothing; allowed: at least one above 0"
+
+
+def sampled_weights(config: RunConfig) -> Iterator[str]:
+    reward = config.reward
+    if reward.weights == "fixed" or reward.source != "combined":
+        return
+    if len(reward.parts) < 2:
+        yield (
+            f"reward.weights: given 'sampled', but there are {len(reward.parts)} reward.parts to weigh; allowed: at "
+            "least two"
+        )
+    for name, part in reward.parts.items():
+        if part.weight <= 0:
+            yield (
+                f"reward.parts.{name}.weight: given {part.weight} beside reward.weights = 'sampled', whose mean it is; "
+                "allowed: a number above 0 (a part that shall be low: let its source return the negative)"
+            )

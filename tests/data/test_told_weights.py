@@ -1,0 +1,122 @@
+"""Weights that prompts are told of: drawn with the mean of the settings, written, and read back from the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.batch import Rollout
+from fourfold.config.schema import RunConfig
+from fourfold.data.told_weights import PARTS_OF_ONE, ToldWeights
+from tiny import BOS, PAD, tiny_tokenizer
+
+EQUAL = {"safety": 1.0, "brevity": 1.0}
+THREE = {"safety": 2.0, "brevity": 1.0, "calm": 1.0}
+
+
+def settings_with(reward: dict[str, Any]) -> RunConfig:
+    tree = {"model": {"path": "m"}, "stages": ["ppo"], "critic": {"init": "actor"}, "data": {"prompts": {"path": "p"}}}
+    return RunConfig.model_validate({"output": "unused", "reward": reward, **tree})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "bos"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return tiny_tokenizer(pad_is_eos=False, bos=request.param)
+
+
+@given(st.integers(0, 2**63 - 1), st.floats(0.01, 100.0))
+def test_drawn_weights_are_tenths_that_add_up_to_one(seed: int, concentration: float) -> None:
+    told = ToldWeights(None, THREE, concentration)
+    tenths = told.draw(seed)
+    assert sum(tenths) == PARTS_OF_ONE and min(tenths) >= 0 and len(tenths) == 3
+    assert told.draw(seed) == tenths
+
+
+@pytest.mark.parametrize("concentration", [0.3, 1.0, 10.0])
+def test_their_mean_is_that_of_the_settings_and_their_spread_that_of_dirichlet(concentration: float) -> None:
+    """Variance m (1 - m) / (a + 1) with a the sum of the parameters, up to rounding to tenths."""
+    parts = {name: {"source": "function", "function": "a:b", "weight": weight} for name, weight in THREE.items()}
+    reward = {"source": "combined", "parts": parts, "weights": "sampled", "weights_concentration": concentration}
+    told = ToldWeights.of(settings_with(reward), None)
+    assert told is not None
+    drawn = torch.tensor([told.draw(seed) for seed in range(4000)], dtype=torch.float64) / PARTS_OF_ONE
+    for k, mean in enumerate((0.5, 0.25, 0.25)):
+        assert drawn[:, k].mean().item() == pytest.approx(mean, abs=0.02)
+        expected = mean * (1 - mean) / (3 * concentration + 1)
+        assert drawn[:, k].var().item() == pytest.approx(expected, rel=0.15)
+
+
+def test_a_concentration_that_underflows_gives_all_to_one_part() -> None:
+    told = ToldWeights(None, EQUAL, 1e-6)
+    drawn = {told.draw(seed) for seed in range(50)}
+    assert drawn == {(10, 0), (0, 10)}
+
+
+@given(prompts=st.lists(st.lists(st.integers(4, 150), min_size=0, max_size=5), min_size=1, max_size=4), data=st.data())
+def test_what_is_told_is_read_again(tokenizer: Any, prompts: list[list[int]], data: st.DataObject) -> None:
+    """In padded batches, behind a BOS where there is one; the prompt's own tokens stay as they are."""
+    told = ToldWeights(tokenizer, THREE)
+    if tokenizer.bos_token_id is not None:
+        prompts = [[BOS, *prompt] for prompt in prompts]
+    every = [told.draw(data.draw(st.integers(0, 1000))) for _ in prompts]
+    rows = [told.tell(prompt, tenths) for prompt, tenths in zip(prompts, every, strict=True)]
+    for row, prompt in zip(rows, prompts, strict=True):
+        start = int(tokenizer.bos_token_id is not None)
+        assert row[:start] == prompt[:start] and row[len(row) - len(prompt) + start :] == prompt[start:]
+    rollout = Rollout.of_tokens(rows, [[7, 8]] * len(rows), PAD)
+    expected = 4.0 * torch.tensor(every) / PARTS_OF_ONE  # the weights of the settings add up to 4
+    torch.testing.assert_close(told.read(rollout), expected)
+    untold = told.untold(rollout)
+    for row, prompt in enumerate(prompts):
+        kept = untold.sequences[row, : untold.prompt_length][untold.prompt_mask[row]]
+        assert kept.tolist() == prompt
+    assert torch.equal(untold.response_mask, rollout.response_mask)
+
+
+def test_the_text_is_that_of_the_documents(tokenizer: Any) -> None:
+    assert ToldWeights(tokenizer, EQUAL).text((8, 2)) == "[safety=0.8 brevity=0.2] "
+
+
+def test_mean_weights_are_those_of_the_settings_in_tenths() -> None:
+    assert ToldWeights(None, THREE).mean == (5, 3, 2)  # 2.5 each of the others: one has the tenth that is left
+    assert ToldWeights(None, EQUAL).mean == (5, 5)
+
+
+def test_typed_weights() -> None:
+    told = ToldWeights(None, THREE)
+    assert told.parse("safety=0.8,brevity=0.2") == (8, 2, 0)
+    assert told.parse(" calm = 1 ") == (0, 0, 10)
+    for wrong, reason in (
+        ("safety=0.8", "add up to 0.8"),
+        ("safety=0.85,brevity=0.15", r"safety=0\.85; allowed: tenths"),
+        ("safety=-0.1,brevity=1.1", "allowed: tenths from 0 to 1"),
+        ("safety=x", "allowed: tenths"),
+        ("speed=1", "each of safety, brevity, calm once"),
+        ("safety=0.5,safety=0.5", "once"),
+        ("0.5", "as NAME=NUMBER"),
+    ):
+        with pytest.raises(ValueError, match=f"--weights: .*{reason}"):
+            told.parse(wrong)
+
+
+def test_weights_take_room_of_the_prompt(tokenizer: Any) -> None:
+    told = ToldWeights(tokenizer, EQUAL)
+    longest = max(len(told.tell([], (k, 10 - k))) for k in range(11))
+    assert told.room(longest + 5) == 5
+    with pytest.raises(ValueError, match=rf"data.max_prompt_tokens: given {longest}.*take up to {longest}"):
+        told.room(longest)
+
+
+def test_a_tokenizer_that_cannot_write_them_is_refused() -> None:
+    class Blind:
+        bos_token_id = None
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[1, 2] for _ in texts]}
+
+    with pytest.raises(ValueError, match=r"the tokenizer writes .* in the same tokens"):
+        ToldWeights(Blind(), EQUAL).tell([5], (5, 5))
