@@ -30,9 +30,9 @@ from benchmarks.results import (
     write_result,
 )
 from benchmarks.reviews import PACKAGES, STAGES, read_summary
+from fourfold.config.loading import saved_config
+from fourfold.diagnostics.run_files import TIMELINE
 from fourfold.diagnostics.trackers import read_jsonl
-from fourfold.training.folder import saved_config
-from fourfold.training.timeline import TIMELINE
 
 Summary = dict[str, Any]
 UNITS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, versions, write_result
-from fourfold.training.folder import saved_config
+from fourfold.config.loading import saved_config
 
 # (metric, unit, target)
 CHANGES = (

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for folder in ("fourfold", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py"))
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"torch.load", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load", "eval", "exec"}
-TORCH_FREE = ("fourfold/planner", "fourfold/config", "fourfold/cli", "fourfold/diagnostics/plan_page")
+DIAGNOSTICS = ("fourfold/diagnostics/pages", "fourfold/diagnostics/plan_page")
+TORCH_FREE = ("fourfold/planner", "fourfold/config", "fourfold/cli", *DIAGNOSTICS)
 
 
 def unsafe(text: str) -> list[str]:

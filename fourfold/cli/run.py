@@ -99,6 +99,7 @@ def _next_commands(output: str, config_path: str, overrides: Sequence[str]) -> l
     settings = [text for override in overrides for text in ("--set", override)]
     settings += ["--set", "ppo.kl_coef=0.2", "--set", f"output={output.rstrip('/')}-kl02"]
     return [
+        ["report", output],
         ["sample", output, "--prompt", "The film"],
         ["export", output, "exported-model"],
         ["run", config_path, *settings],

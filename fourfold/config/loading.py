@@ -22,6 +22,8 @@ from fourfold.config.schema import RunConfig
 
 # The key of a file, not of a run: the saved configuration holds what came of it.
 EXTENDS = "extends"
+# The settings of a run, resolved, in its folder.
+CONFIG = "config.toml"
 
 
 class ConfigError(ValueError):
@@ -43,6 +45,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         apply_override(tree, override)
     return parse_config(tree, source=str(path))
+
+
+def saved_config(root: Path) -> RunConfig:
+    """The settings of the run in a folder."""
+    path = root / CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"{str(root)!r} is not the folder of a run: it has no {CONFIG}; give the `output` of a configuration"
+        )
+    return load_config(path)
 
 
 def read_extended(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -152,6 +152,8 @@ def _roles(config: RunConfig) -> Iterator[str]:
         yield f"reward.checkpoint: no folder {config.reward.checkpoint!r} (from {os.getcwd()})"
     if config.reward.source == "model":
         yield from _model_folder("reward.model", config.reward.model)
+    if config.reference.checkpoint and not _resolved(config.reference.checkpoint).is_dir():
+        yield f"reference.checkpoint: no folder {config.reference.checkpoint!r} (from {os.getcwd()})"
     if config.reference.model:
         yield from _causal_model("reference.model", config.reference.model)
 

@@ -116,7 +116,7 @@ class RunConfig(Section):
 
         Of settings whose `compute` is resolved.
         """
-        elsewhere = not self.reference.model and self.reference.computes_elsewhere
+        elsewhere = self.reference.starts_as_the_actor and self.reference.computes_elsewhere
         return self.precision.reference_differs or elsewhere
 
     @property

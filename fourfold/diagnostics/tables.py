@@ -6,13 +6,14 @@ import io
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.planner.advice import STEP_0
 from fourfold.planner.bill import PHASES
 
 if TYPE_CHECKING:
@@ -84,6 +85,28 @@ def memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
     return table
 
 
+def study_table(report: Mapping[str, Any]) -> Table:
+    """Measures of a study's variants, means over seeds with their standard deviation; variants are columns."""
+    variants = report["variants"]
+    table = Table(title=f"study {report['study']}: {report['question']}", box=SIMPLE_HEAD)
+    table.add_column("measure", overflow="fold")
+    for name in variants:
+        table.add_column(visible(name), justify="right", overflow="fold")
+    for measure in report["measures"]:
+        cells = []
+        for variant in variants.values():
+            mean, spread = variant["mean"].get(measure["name"]), variant["std"].get(measure["name"])
+            cells.append(_number(mean) + ("" if spread is None else f" ± {spread:.2g}"))
+        if set(cells) != {"-"}:
+            table.add_row(f"{measure['title']}, {measure['unit']}", *cells)
+    seconds = [sum(run.get("seconds", 0.0) for run in variant["runs"]) for variant in variants.values()]
+    table.add_row("seconds of ppo, all seeds", *(f"{spent:.0f}" for spent in seconds))
+    failed = [sum(run["status"] == "failed" for run in variant["runs"]) for variant in variants.values()]
+    if any(failed):
+        table.add_row("runs that failed", *map(str, failed))
+    return table
+
+
 def samples_table(rows: Sequence[tuple[str, str, str]], *, names: tuple[str, str] = ("before", "after")) -> Table:
     """Prompts with the response before and after, side by side."""
     table = Table(box=SIMPLE_HEAD, show_lines=True)
@@ -105,8 +128,9 @@ def role_rows(models: FourModels) -> list[RoleRow]:
     counted = set[int]()
     parts = dict(models.shared_parameters())
     quantized = {} if models.base.trunk is None else stands_for(models.base.trunk)
-    for name in ("actor", "critic", "reference", "reward"):
-        role = getattr(models, name)
+    roles = {name: getattr(models, name) for name in ("actor", "critic", "reference", "reward")}
+    roles[STEP_0] = models.step_0
+    for name, role in roles.items():
         parts[name] = [] if role is None else list(role.parameters())
         quantized |= {} if role is None else stands_for(role)
     rows = []
@@ -114,7 +138,7 @@ def role_rows(models: FourModels) -> list[RoleRow]:
         # By identity: tied weights are one parameter under two names.
         unique = {id(p): p for p in parameters if id(p) not in counted}
         counted |= unique.keys()
-        role = getattr(models, name, None)
+        role = roles.get(name)
         outside = getattr(role, "outside_torch", None)
         if outside is not None:
             rows.append(

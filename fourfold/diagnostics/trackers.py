@@ -1,20 +1,19 @@
-"""Where metrics go: a JSON line a row, and TensorBoard."""
+"""Where metrics go: a JSON line a row, TensorBoard, and trackers of other projects."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from fourfold.errors import RunFailed
+from fourfold.diagnostics.finite import Row, finite
+from fourfold.diagnostics.outside_trackers import OUTSIDE, Described, missing_package
 from fourfold.files import write_atomically
 
-Row = Mapping[str, float]
-TRACKERS = ("tensorboard",)
+TRACKERS = ("tensorboard", *OUTSIDE)
 
 
 class Tracker(Protocol):
@@ -68,10 +67,7 @@ class TensorBoardTracker:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
-            raise ValueError(
-                "tracking.trackers names 'tensorboard', and that package is not installed; "
-                "try `pip install 'fourfold[tensorboard]'`, or leave it out: metrics.jsonl is written always"
-            ) from error
+            raise ValueError(missing_package("tensorboard")) from error
         purge = 0 if resume_after_step is None else resume_after_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
@@ -88,27 +84,22 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-def finite(row: Row) -> dict[str, float]:
-    """The row as plain numbers; RunFailed names a metric that is no finite number, and its step."""
-    assert "step" in row, "a row without its step cannot be placed"
-    numbers: dict[str, float] = {}
-    for name, value in row.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise RunFailed(
-                f"log: metric {name!r} of step {row['step']} is {value!r} ({type(value).__name__}); allowed: a finite "
-                "int or float; the row was not written, the last good checkpoint is kept"
-            )
-        numbers[name] = int(value) if isinstance(value, int) else float(value)  # bool is an int too
-    return numbers
+def make_trackers(
+    names: Iterable[str], folder: Path, *, resume_after_step: int | None = None, described: Described | None = None
+) -> list[Tracker]:
+    """`metrics.jsonl` in `folder`, always, and the trackers named; nothing is touched when one cannot be made.
 
-
-def make_trackers(names: Iterable[str], folder: Path, *, resume_after_step: int | None = None) -> list[Tracker]:
-    """`metrics.jsonl` in `folder`, always, and the trackers named; nothing is touched when one cannot be made."""
+    `described` is how the run is called at trackers of other projects.
+    """
+    described = described or Described("fourfold", folder.parent.name)
     extra: list[Tracker] = []
     for name in names:
         if name not in TRACKERS:
             raise ValueError(f"tracking.trackers names {name!r}; allowed: {', '.join(TRACKERS)}, or none")
-        extra.append(TensorBoardTracker(folder / name, resume_after_step=resume_after_step))
+        if name in OUTSIDE:
+            extra.append(OUTSIDE[name](folder, described, resumed=resume_after_step is not None))
+        else:
+            extra.append(TensorBoardTracker(folder / name, resume_after_step=resume_after_step))
     return [JsonlTracker(folder / "metrics.jsonl", resume_after_step=resume_after_step), *extra]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service
+from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service, roles_of_the_base
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import is_elsewhere
@@ -22,6 +22,7 @@ from fourfold.models.llama_roles import reference_by_llama_cpp
 from fourfold.models.loading import Base
 from fourfold.models.onnx import run_by_onnx
 from fourfold.models.outside import Absent
+from fourfold.models.priors import MovingReference, UniformPolicy, hold_as_trained
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
 from fourfold.models.reference import load_reference, reference_form
@@ -42,13 +43,13 @@ from fourfold.models.room import Room
 from fourfold.models.split import Part
 from fourfold.models.storage import RoleRecord, load_role
 from fourfold.models.trunk import hold_frozen_layers_narrowly, layer_parameters, trainable_copy
-from fourfold.planner.advice import TRAINED_TRUNK
+from fourfold.planner.advice import STEP_0, TRAINED_TRUNK
 from fourfold.planner.quantization import QUANTIZED
 
 
 @dataclass
 class FourModels:
-    """Actor and critic, which are trained; reference and reward, which stand still."""
+    """Actor and critic, which are trained; reference and reward, which stand still or, the first, move by a rule."""
 
     base: Base
     actor: Policy
@@ -57,6 +58,8 @@ class FourModels:
     reward: Scorer | External | Absent | None
     room: Room  # in which they were loaded, and their optimizers will be
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
+    step_0: Policy | None = None  # the actor as it was there, where the reference is another policy
+    moving: MovingReference | None = None  # the rule by which the reference moves
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
@@ -71,13 +74,19 @@ class FourModels:
 
     def own_parameters(self, role: nn.Module) -> list[nn.Parameter]:
         """What no other role and no trunk holds."""
-        holders = (self.base.trunk, self.base.policy, self.actor, self.critic, self.reference, self.reward)
+        frozen = (self.reference, self.reward, self.step_0)
+        holders = (self.base.trunk, self.base.policy, self.actor, self.critic, *frozen)
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
         return [p for p in role.parameters() if id(p) not in others]
 
     def frozen_checksums(self) -> dict[str, str]:
-        """Checksums of everything that must not change: trunk, reference, reward; not of roles held elsewhere."""
-        parts = {"trunk": self.base.trunk, "reference": self.reference, "reward": self.reward}
+        """Checksums of everything that must not change: trunk, reference, reward; not of roles held elsewhere.
+
+        A reference that moves has marks of its own (`moving`).
+        """
+        parts = {"trunk": self.base.trunk, "reference": self.reference, "reward": self.reward, "step_0": self.step_0}
+        if self.moving is not None:
+            del parts["reference"]
         held = {name: part for name, part in parts.items() if part is not None and not is_elsewhere(part)}
         return {name: checksum([part]) for name, part in held.items()}
 
@@ -112,6 +121,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         if sft is not None:
             load_role(sft, actor, record_for(config, "policy"))
     reference = _reference(config, base, room, actor, away="reference" in away)
+    step_0 = _step_0(config, base, room, actor)
     critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
     give_value_head(config, critic)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
@@ -122,18 +132,26 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
         with room.role(TRAINED_TRUNK, room.planned.weights[TRAINED_TRUNK]):
             trunk = trainable_copy(base.trunk, config.memory)
         hold_frozen_layers_narrowly(base.trunk)
-        _stand(base.trunk, trunk, frozen=(reference, scorer), trained=(actor, critic))
-    if "reference" not in away and config.reference.engine == "torch" and not config.reference.model:
+        _stand(base.trunk, trunk, frozen=(reference, scorer, step_0), trained=(actor, critic))
+    if "reference" in roles_of_the_base(config) and "reference" not in away and config.reference.kind != "moving":
         _hold(reference, config.precision.reference, base, "reference")
+    if step_0 is not None:
+        _hold(step_0, "auto", base, "reference")
     if scorer is not None and "reward" not in away:
         _hold(scorer, config.precision.reward, base, "reward")
-    for role in (actor, critic, reference, scorer):
+    for role in (actor, critic, reference, scorer, step_0):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer if external is None else external, room, trunk)
+    return FourModels(base, actor, critic, reference, scorer if external is None else external, room, trunk, step_0)
 
 
-def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], trained: tuple[Policy, Scorer]) -> None:
+def _stand(
+    start: Part,
+    trunk: Part,
+    *,
+    frozen: tuple[Policy | Scorer | None, ...],
+    trained: tuple[Policy, Scorer],
+) -> None:
     """Where the trunk is trained nothing is cached: every role passes ids through the one that it stands on."""
     for roles, below in ((frozen, start), (trained, trunk)):
         for role in roles:
@@ -142,24 +160,51 @@ def _stand(start: Part, trunk: Part, *, frozen: tuple[Policy, Scorer | None], tr
 
 
 def _reference(config: RunConfig, base: Base, room: Room, actor: Policy, *, away: bool) -> Policy:
-    """A model of its own, or the actor as it is now."""
+    """A prior without weights, a model of its own, another policy of the base, or the actor as it is now."""
+    given = config.reference
+    if given.kind == "uniform":
+        return UniformPolicy(len(actor.head.weight))
     if reference_at_llama_cpp(config):
         return hollow_copy(actor, share_head=base.shares_head)
-    if config.reference.engine != "torch":
+    if given.engine != "torch":
         with room.role("reference"):
-            return reference_by_llama_cpp(config, base, actor)
-    if config.reference.model and away:
+            return reference_by_llama_cpp(config, base, start_of_reference(config, base, actor))
+    if given.model and away:
         return reference_form(config, base)
-    if config.reference.model:
-        with room.role("reference", weight_bytes(config.reference.model)):
+    if given.model:
+        with room.role("reference", weight_bytes(given.model)):
             return load_reference(config, base)
     with room.role("reference", 0 if away else room.planned.weights["actor"]):
         if away:
             return hollow_copy(actor, share_head=base.shares_head)
-        reference = copy_policy(actor, share_head=base.shares_head)
-        _freeze(reference, config.precision.reference, base)
+        start = start_of_reference(config, base, actor)
+        reference = copy_policy(actor, share_head=base.shares_head) if start is actor else start
+        if given.kind == "moving":
+            hold_as_trained(reference, shares_head=base.shares_head)
+        else:
+            _freeze(reference, config.precision.reference, base)
     room.froze("reference")
     return reference
+
+
+def start_of_reference(config: RunConfig, base: Base, actor: Policy) -> Policy:
+    """The weights of a reference that is made of the base: `reference.checkpoint`, or the actor's as they are now."""
+    if not config.reference.checkpoint:
+        return actor
+    policy = copy_policy(actor, share_head=base.shares_head)
+    load_role(Path(config.reference.checkpoint).expanduser(), policy, record_for(config, "policy"))
+    return policy
+
+
+def _step_0(config: RunConfig, base: Base, room: Room, actor: Policy) -> Policy | None:
+    """The actor as it is now, frozen, where the reference is another policy and the settings want both."""
+    if not config.reference.holds_step_0:
+        return None
+    with room.role(STEP_0, room.planned.weights["actor"]):
+        policy = copy_policy(actor, share_head=base.shares_head)
+        _freeze(policy, "auto", base)
+    room.froze(STEP_0)
+    return policy
 
 
 def _external(config: RunConfig, room: Room) -> External:
@@ -229,8 +274,9 @@ def frozen_roles(
         weights["reward"] = weights_of_role(base, scorer)
         _freeze(scorer, config.precision.reward, base)
     if "reference" in roles:
-        if sft is not None:
-            load_role(sft, policy, record_for(config, "policy"))
+        start = Path(config.reference.checkpoint).expanduser() if config.reference.checkpoint else sft
+        if start is not None:
+            load_role(start, policy, record_for(config, "policy"))
         weights["reference"] = weights_of_role(base, policy)
         _freeze(policy, config.precision.reference, base)
     held: list[tuple[Policy | Scorer, str, str]] = []

@@ -105,6 +105,13 @@ class RoleResidency:
                 return part.read(tensor)
         return tensor
 
+    def write(self, tensor: Tensor, numbers: Tensor) -> None:
+        """Give one of the role's tensors other numbers, wherever it is."""
+        for part in self._parts:
+            if part.holds(tensor):
+                return part.overwrite(tensor, numbers)
+        tensor.detach().copy_(numbers)
+
     def take(self) -> dict[str, float]:
         """Seconds that the role was in use, moving included, and bytes moved in, since the last `take`."""
         moved = self._parked_bytes + (self._stream.bytes_moved if self._stream is not None else 0)
@@ -150,6 +157,10 @@ class HostResidency:
     def read(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
         return tensor
+
+    def write(self, tensor: Tensor, numbers: Tensor) -> None:
+        """Give one of the role's tensors other numbers."""
+        tensor.detach().copy_(numbers)
 
     def take(self) -> dict[str, float]:
         """Seconds that the role was in use; its weights never move."""

@@ -165,6 +165,19 @@ class Policy(_Role):
         )
         return _unflatten(flat, rollout.response_mask), _unflatten(entropies, rollout.response_mask)
 
+    def kl_from(
+        self, actor: Policy, activations: Activations, rollout: Rollout, temperature: float
+    ) -> Float32[Tensor, "batch response"]:
+        """KL(actor, self) of every response token over the vocabulary, 0 where the response has ended; no gradient."""
+        exact = actor.head.full_kl(
+            actor.hidden_before(activations, rollout),
+            self.head,
+            self.hidden_before(activations, rollout),
+            temperature,
+            (actor.branch.compute_dtype, self.branch.compute_dtype),
+        )
+        return _unflatten(exact, rollout.response_mask)
+
 
 class Scorer(_Role):
     """Critic or reward model: a branch and a head that says a number a token, or (of a critic) one for each dimension.

@@ -10,11 +10,11 @@ from fourfold.config.checks import roles_at_a_service
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
 from fourfold.memory.precision import DTYPES, resolve_compute
-from fourfold.planner.advice import TRAINED_TRUNK, Held, advice, mib
+from fourfold.planner.advice import STEP_0, TRAINED_TRUNK, Held, advice, mib
 from fourfold.planner.quantization import QUANTIZED, held_bytes
 
 # Roles with a language head.
-POLICIES = ("actor", "reference")
+POLICIES = ("actor", "reference", STEP_0)
 
 
 @dataclass
@@ -48,17 +48,20 @@ class Room:
         """
         roles = ["actor", "critic", "reference", *(["reward"] if config.reward.of_the_base else [])]
         roles = [role for role in roles if role not in roles_at_a_service(config)]
-        if config.reference.engine != "torch":
-            roles.remove("reference")  # another engine's memory
+        if config.reference.engine != "torch" or config.reference.kind == "uniform":
+            roles.remove("reference")  # another engine's memory, or none
+        roles += [STEP_0] if config.reference.holds_step_0 else []
         # A policy's language head, where it is not the embedding's own tensor.
         head = whole - own if config.sharing.mode == "none" else 0
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own - head}
         weights |= {role: own + head * (role in POLICIES) for role in roles}
         compute = resolve_compute(config.precision.compute, budget.device)
-        for role in ("reference", "reward"):
-            if role in weights:
+        moving = config.reference.kind == "moving"  # float32 as the actor's
+        types = {"reference": config.precision.reference, "reward": config.precision.reward, STEP_0: "auto"}
+        for role, held in types.items():
+            if role in weights and not (moving and role == "reference"):
                 floats = (weights[role], vectors, matrices[1])
-                held, adapted = getattr(config.precision, role), config.sharing.mode == "adapters"
+                adapted = config.sharing.mode == "adapters"
                 weights[role] = _frozen_bytes(held, compute, adapted, floats, hidden)
         weights[TRAINED_TRUNK] = trunk
         shares = (matrices[0] / max(whole - own, 1), matrices[1] / max(own, 1))

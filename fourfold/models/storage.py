@@ -50,14 +50,21 @@ class RoleRecord:
 def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
     """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters.
 
-    A trained trunk goes with the actor. Where masters lie below the device, those.
+    A trained trunk goes with the actor. Where masters lie below the device, those; where a frozen role is parked, what
+    lies there.
     """
-    read = Tensor.detach if role.masters is None else role.masters.read
-    return {name: read(tensor) for name, tensor in _own(role, shares_head).items()}
+    held: Any = holder_of(role)
+    read = Tensor.detach if held is None else held.read
+    return {name: read(tensor) for name, tensor in own_parts(role, shares_head=shares_head).items()}
 
 
-def _own(role: Policy | Scorer, shares_head: bool) -> dict[str, Tensor]:
-    """The tensors that the role's passes use."""
+def holder_of(role: Policy | Scorer) -> Any:
+    """What reads and writes the role's numbers where its tensors do not hold them always; None where they do."""
+    return role.masters or role.residency
+
+
+def own_parts(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
+    """The tensors that the role's passes use: by name, each once, as `own_tensors`."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     adapted = is_adapted(role.branch)
@@ -78,7 +85,7 @@ def _own(role: Policy | Scorer, shares_head: bool) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, shares_head: bool) -> None:
     """Copy stored tensors into the role; a missing, surplus or misshapen one is a ValueError."""
-    targets = _own(role, shares_head)
+    targets = own_parts(role, shares_head=shares_head)
     if missing := sorted(targets.keys() - tensors.keys()):
         raise ValueError(
             f"the stored role lacks {len(missing)} tensors, first {missing[0]!r}; it belongs to another model"

@@ -33,6 +33,8 @@ RESUMABLE = frozenset(
 )
 # How the trained copy of the trunk's layers is called among the weights.
 TRAINED_TRUNK = "trained trunk"
+# The same of the actor as it was at step 0, where the reference is another policy.
+STEP_0 = "policy of step 0"
 # Adapters of four roles, gradients of one of them at a time, two moments of two.
 _ADAPTER_COPIES = 4 + 1 + 2 * 2
 
@@ -178,6 +180,7 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
         if role == "reward" and config.reward.engine != "torch":
             continue  # ONNX Runtime holds its weights itself
         own = 0 if residency == "service" else held.weights.get(role, 0)
+        own += held.weights.get(STEP_0, 0) if role == "reference" else 0  # it lies where the reference does
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fourfold.planner.bill import Phase
 from fourfold.planner.number_head import ONE_NUMBER, NumberHead
 from fourfold.planner.passes import Cut
@@ -55,6 +57,8 @@ def held_in(scene: Scene, role: Part) -> str:
         asked = precision.frozen
     else:
         asked = {"reference": precision.reference, "reward": precision.reward}.get(role, "auto")
+        if role == "reference" and scene.config.reference.kind == "moving":
+            return "float32"  # as the actor's masters
     return scene.compute if asked == "auto" else asked
 
 
@@ -63,15 +67,25 @@ def compute_type(scene: Scene, role: Part) -> str:
     held = held_in(scene, role)
     if held == "int8_dynamic" and scene.cluster.device.multiplies("int8"):
         return "int8"
-    own = role in ("reference", "reward", "trunk") and scene.config.sharing.mode != "adapters"
+    moving = role == "reference" and scene.config.reference.kind == "moving"
+    own = role in ("reference", "reward", "trunk") and scene.config.sharing.mode != "adapters" and not moving
     return held if own and held in WIDTHS else scene.compute
 
 
 def own_bytes(scene: Scene, role: Part) -> float:
-    """Bytes of a frozen role's own weights: its matrices as they are held, adapters in float32."""
-    if scene.config.sharing.mode == "adapters" and role not in scene.models:
-        return 4.0 * own_parameters(scene, role)
-    return own_parameters(scene, role) * bytes_a_number(scene, held_in(scene, role))
+    """Bytes of a frozen role's own weights: its matrices as they are held, adapters in float32.
+
+    Those of the policy of step 0 that is held beside another prior are the reference's too.
+    """
+    given, adapted = scene.config.reference, scene.config.sharing.mode == "adapters"
+    beside = 0.0
+    if role == "reference" and given.holds_step_0:
+        numbers = own_parameters(replace(scene, models={"base": scene.base}), role)
+        beside = numbers * (4.0 if adapted else WIDTHS[scene.compute])
+    if role == "reference" and given.kind == "uniform":
+        return beside
+    of_adapters = adapted and role not in scene.models
+    return beside + own_parameters(scene, role) * (4.0 if of_adapters else bytes_a_number(scene, held_in(scene, role)))
 
 
 def bytes_a_number(scene: Scene, held: str) -> float:

@@ -104,6 +104,8 @@ class _Maker:
             yield from self._from_ids("actor", "score", self._states, "lm")
         for _ in range(2 if exact else 1):
             yield from self._reference()
+        if self._config.reference.holds_step_0:  # beside another prior
+            yield from self._from_ids("reference", "score", self._states, "lm")
         yield from self._from_ids("critic", "score", self._whole, NumberHead.of_critic(self._config))
         if self._config.reward.of_the_base:
             yield from self._from_ids("reward", "score", self._whole, ONE_NUMBER)
@@ -138,6 +140,8 @@ class _Maker:
         yield self._forward(role, phase, batch, head)
 
     def _reference(self) -> Iterator[Pass]:
+        if self._config.reference.kind == "uniform":
+            return
         other = self._scene.models.get("reference")
         if other is None:
             yield from self._from_ids("reference", "score", self._states, "lm")

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from itertools import chain
 
 from fourfold.planner.bill import Footprint, Phase
-from fourfold.planner.holding import bytes_a_number, held_in, own_bytes, residency, trained_parameters
+from fourfold.planner.holding import (
+    bytes_a_number,
+    held_in,
+    own_bytes,
+    own_parameters,
+    residency,
+    trained_parameters,
+)
 from fourfold.planner.links import Busy, Cover, below, buckets, road, to_a_service
 from fourfold.planner.passes import Cut, Pass, passes
 from fourfold.planner.scene import WIDTHS, Scene
@@ -71,6 +78,10 @@ def _residency(scene: Scene, cover: Cover) -> Iterator[Flow]:
         elif where == "stream":
             moved = below(scene).flow(f"weights of the {role}, streamed", "below", role, "score", micro_batches * size)
             yield from cover.behind(moved, role)
+        if where in ("park", "stream") and role == "reference" and scene.config.reference.kind == "moving":
+            every = scene.config.reference.copy_every or 1
+            size = 2 * 4 * own_parameters(scene, role) / divided / every  # read and written, in float32
+            yield below(scene).flow("weights of the reference, as they move", "below", role, "learn", size)
 
 
 def _optimizer(scene: Scene, cover: Cover) -> Iterator[Flow]:

@@ -53,7 +53,7 @@ def score(
     def with_exact_kl(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
         opinions = asked_reference(inputs, part)
         with size.working("actor"):
-            return opinions | {"kl": _exact_kl(part, inputs, actor, reference, temperature)}
+            return opinions | {"kl": reference.kl_from(actor, inputs, part, temperature)}
 
     def of_critic(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
         with size.working("critic"):
@@ -79,20 +79,6 @@ def score(
     said = {name: getattr(found, name) for name in ("ref_log_probs", "kl", "values", "last_values")}
     carried = {f.name: getattr(rollout, f.name) for f in fields(Rollout)}
     return ScoredRollout(**carried, **said, scores=scores, score_parts=found.scores, score_weights=weights), valid
-
-
-def _exact_kl(
-    rollout: Rollout, activations: Activations, actor: Policy, reference: Policy, temperature: float
-) -> Tensor:
-    """KL(actor, reference) of every token over the vocabulary, 0 where the response has ended."""
-    exact = actor.head.full_kl(
-        actor.hidden_before(activations, rollout),
-        reference.head,
-        reference.hidden_before(activations, rollout),
-        temperature,
-        (actor.branch.compute_dtype, reference.branch.compute_dtype),
-    )
-    return torch.zeros_like(rollout.log_probs).masked_scatter(rollout.response_mask, exact)
 
 
 def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failure: str) -> Tensor:

@@ -19,6 +19,7 @@ from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
 from fourfold.models.heads import AnyNumberHead, MultiHead
+from fourfold.models.priors import UniformPolicy
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.split import Part
@@ -72,6 +73,8 @@ class Accountant:
         self._trained_trunk = models.trunk is not None
         self._architecture = Architecture.from_config(models.base.config.to_dict())
         self._own_reference = _shape_of(models.reference)
+        self._uniform = isinstance(models.reference, UniformPolicy)
+        self._step_0 = models.step_0 is not None
         self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
         self._branch_layers = models.actor.branch.num_layers
         self._values = _numbers_of(models.critic.head)
@@ -101,6 +104,8 @@ class Accountant:
             self._from_ids(counter, "actor", "score", states, "lm")
         for _ in range(2 if full_kl else 1):
             self._reference(counter, states)
+        if self._step_0:
+            self._from_ids(counter, "reference", "score", states, "lm")
         self._from_ids(counter, "critic", "score", whole, self._values)
         if self._has_reward:
             self._from_ids(counter, "reward", "score", whole, ONE_NUMBER)
@@ -135,6 +140,8 @@ class Accountant:
         self._forward(counter, role, phase, work, self._branch_layers, head)
 
     def _reference(self, counter: PassCounter, work: Work) -> None:
+        if self._uniform:
+            return
         if self._own_reference is None:
             self._from_ids(counter, "reference", "score", work, "lm")
             return

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fourfold.config.loading import saved_config
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.credit import Credit, credit_of
 from fourfold.diagnostics.kept import held_out_files, training_files
 from fourfold.models.loading import quiet_imports, resolve_model
-from fourfold.training.folder import saved_config
 
 
 def credit_report(run: str, *, step: int | None, training: bool, top: int) -> tuple[int, Credit]:

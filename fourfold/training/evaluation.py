@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,8 +49,15 @@ def _columns(scored: ScoredRollout) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(scored.score_weights.unbind(dim=1), scored.score_parts.unbind(dim=1), strict=True)
 
 
-def summarise(scored: Experience, tokenizer: Any, judge: Judge | None, reward: Reward) -> Evaluation:
-    """Metrics of an evaluation rollout; KL is the run's own estimator summed over each response.
+def summarise(
+    scored: Experience,
+    tokenizer: Any,
+    judge: Judge | None,
+    reward: Reward,
+    drift: Mapping[str, float] = MappingProxyType({}),
+) -> Evaluation:
+    """Metrics of an evaluation rollout, with those that tell how far the actor has gone from where it started; KL is
+    the run's own estimator summed over each response.
 
     The judge reads prompt and response as one text, as a reader would, without weights that the prompt is told of.
     """
@@ -63,6 +71,7 @@ def summarise(scored: Experience, tokenizer: Any, judge: Judge | None, reward: R
         "eval_distinct_2": distinct_n(response_tokens(scored), 2),
         "eval_mean_length": float(scored.lengths.float().mean()),
         "eval_eos_share": float((~scored.truncated).float().mean()),
+        **drift,
     }
     metrics |= {f"eval_{name}": value for name, value in value_fit(scored).items()}
     names, told = [part.name for part in parts_of(reward)], told_by(reward)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config import RunConfig, dump_toml, load_config
+from fourfold.config.loading import CONFIG
+from fourfold.diagnostics.run_files import SPENT, SUMMARY
 from fourfold.files import write_atomically
 from fourfold.memory.meter import PhaseUsage
 from fourfold.planner.advice import RESUMABLE
 
-CONFIG = "config.toml"
-SUMMARY = "summary.json"
-SPENT = "spent.json"
+__all__ = ["SPENT", "SUMMARY", "RunFolder", "reward_model", "sft_model"]
 
 
 class RunFolder:
@@ -136,13 +136,3 @@ def reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
             'or set reward.source = "checkpoint", "model" or "function"'
         )
     return folder.model("reward")
-
-
-def saved_config(root: Path) -> RunConfig:
-    """The settings of the run in a folder."""
-    path = root / CONFIG
-    if not path.is_file():
-        raise ValueError(
-            f"{str(root)!r} is not the folder of a run: it has no {CONFIG}; give the `output` of a configuration"
-        )
-    return load_config(path)

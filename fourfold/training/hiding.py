@@ -11,14 +11,15 @@ class Hiding:
     """Seconds and traffic of the scoring that sampling hides, or could hide, step by step and over the run."""
 
     def __init__(self, models: FourModels, ahead: Ahead | None = None) -> None:
-        roles = {"reference": models.reference, "reward": models.reward}
-        self._offloaded = {name: held for name, role in roles.items() if (held := residency_of(role)) is not None}
+        # The policy of step 0, where it is held, lies where the reference does and counts with it.
+        roles = (("reference", models.reference), ("reference", models.step_0), ("reward", models.reward))
+        self._offloaded = [(name, held) for name, role in roles if (held := residency_of(role)) is not None]
         self._ahead = ahead
         self._offloaded_seconds = self._ahead_seconds = self._hidden_seconds = 0.0
 
     def begin(self) -> None:
         """Forget what was done between two steps, in an evaluation or in pre-flight."""
-        for held in self._offloaded.values():
+        for _, held in self._offloaded:
             held.take()
         if self._ahead is not None:
             self._ahead.seconds()
@@ -39,7 +40,7 @@ class Hiding:
             )
         if not self._offloaded:
             return ""
-        roles = " and ".join(f"{name} ({held.where})" for name, held in self._offloaded.items())
+        roles = " and ".join(f"{name} ({held.where})" for name, held in self._offloaded)
         verdict = "could be" if self._offloaded_seconds < generate_seconds else "could not be"
         return (
             f"offload: scoring by {roles} took {self._offloaded_seconds:.1f} s, sampling {generate_seconds:.1f} s: it "
@@ -48,11 +49,12 @@ class Hiding:
 
     def _offload(self) -> dict[str, float]:
         """Seconds and traffic of the roles that are not kept where the others are."""
-        found = {
-            f"{role}_{name}": value for role, held in self._offloaded.items() for name, value in held.take().items()
-        }
+        found = dict[str, float]()
+        for role, held in self._offloaded:
+            for name, value in held.take().items():
+                found[f"{role}_{name}"] = found.get(f"{role}_{name}", 0.0) + value
         if found:
-            found["offloaded_pass_seconds"] = sum(found[f"{role}_pass_seconds"] for role in self._offloaded)
+            found["offloaded_pass_seconds"] = sum(found[f"{role}_pass_seconds"] for role in dict(self._offloaded))
             self._offloaded_seconds += found["offloaded_pass_seconds"]
         return found
 

@@ -88,7 +88,7 @@ def read_records(config: RunConfig) -> Records:
 
     records = Records(
         texts=read("texts", read_texts, "sft" in stages or (trains_reward and config.reward.standardise)),
-        texts_test=read("texts_test", read_texts, "sft" in stages),
+        texts_test=read("texts_test", read_texts, "sft" in stages or _evaluates_texts(config)),
         pairs=read("pairs", read_pairs, trains_reward),
         pairs_test=read("pairs_test", read_pairs, trains_reward),
         prompts=read("prompts", read_prompts, "ppo" in stages),
@@ -96,6 +96,12 @@ def read_records(config: RunConfig) -> Records:
     )
     errors.refuse()
     return records
+
+
+def _evaluates_texts(config: RunConfig) -> bool:
+    """Whether evaluations in ppo look at held-out texts."""
+    evaluates = "ppo" in config.stages and config.data.prompts_test is not None
+    return evaluates and config.evaluation.max_texts > 0
 
 
 def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> Inputs:

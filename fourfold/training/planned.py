@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.config import RunConfig, check_paths
-from fourfold.config.loading import Contradiction, with_settings
+from fourfold.config.loading import CONFIG, Contradiction, with_settings
 from fourfold.config.paths import missing_packages
 from fourfold.diagnostics.machine import ensure_measured
+from fourfold.diagnostics.predicted import Prediction, measured_peaks, predicted_peaks
+from fourfold.diagnostics.run_files import PLAN, TIMELINE
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.loading import device_of
-from fourfold.planner.bill import PHASES, Footprint
-from fourfold.planner.footprint import footprint
-from fourfold.planner.hardware.machine import GIB, Cluster, Device, Node
+from fourfold.planner.hardware.machine import GIB
 from fourfold.planner.lever import Change
 from fourfold.planner.levers import LEVERS
 from fourfold.planner.plan import Plan
@@ -24,10 +24,8 @@ from fourfold.planner.request import architectures_of, host_memory, lengths_of
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.planner.search import search
 from fourfold.planner.units import seconds, size
-from fourfold.training.folder import CONFIG, RunFolder
-from fourfold.training.timeline import TIMELINE
+from fourfold.training.folder import RunFolder
 
-PLAN = "plan.json"
 CHANGES: dict[str, tuple[Change, ...]] = {"exact": ("exact",), "bounded": ("exact", "bounded")}
 HELPS = 4
 
@@ -118,14 +116,6 @@ def _said(plan: Plan) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Peak bytes of ppo by phase, and by phase and role as "phase/role"; where there are none, `said` says why."""
-
-    peaks: dict[str, int]
-    said: str
-
-
 def predict(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Prediction:
     """What ppo will take by the planner, of resolved settings: before it begins, so that no run ends by a prediction.
 
@@ -137,18 +127,12 @@ def predict(config: RunConfig, prompts: Sequence[Sequence[int]]) -> Prediction:
         return Prediction({}, f"memory is not predicted: {error}")
     longest, new = max(len(prompt) for prompt in prompts), config.sampling.max_new_tokens
     mean = sum(len(prompt) for prompt in prompts) / len(prompts)
-    bill = footprint(Scene(config, models, _this_device(config), Lengths(longest, new, mean, new)))
-    moment, most = bill.peak()
-    if device_of(config).type == "cuda":  # torch's allocations, which are measured there, are without CUDA's context
-        bill = Footprint(tuple(item for item in bill.items if item.kind != "framework"))
-    peaks = {str(each): bill.held(each) for each in bill.moments}
-    peaks |= {phase: bill.peak(phase)[1] for phase in PHASES if any(each.phase == phase for each in bill.moments)}
-    return Prediction(peaks, f"memory: {size(most)} are predicted at most, in {moment}")
+    return predicted_peaks(config, models, Lengths(longest, new, mean, new), device_of(config).type)
 
 
 def note_memory(predicted: Prediction, folder: RunFolder) -> None:
     """Write predicted beside measured bytes into plan.json, when ppo has finished."""
-    measured = _measured(folder)
+    measured = measured_peaks(read_jsonl(folder.root / TIMELINE))
     both = {
         name: {"predicted_bytes": peak, "measured_bytes": measured[name]}
         for name, peak in predicted.peaks.items()
@@ -156,23 +140,3 @@ def note_memory(predicted: Prediction, folder: RunFolder) -> None:
     }
     if both:
         folder.write_json(PLAN, (folder.read_json(PLAN) or {}) | {"memory": both})
-
-
-def _this_device(config: RunConfig) -> Cluster:
-    """The device in as much detail as its memory needs: a resolved compute type leaves nothing to look up."""
-    kind = device_of(config).type
-    assert kind in ("cuda", "cpu"), kind
-    return Cluster(Node(Device("this machine", kind, 0, 1.0, {config.precision.compute: 1.0})))
-
-
-def _measured(folder: RunFolder) -> dict[str, int]:
-    """The most bytes by phase, and by phase and role, over all of ppo's steps and loads and processes of the run."""
-    peaks: dict[str, int] = {}
-    for row in read_jsonl(folder.root / TIMELINE):
-        # Of roles that score beside sampling there are no bytes.
-        if row["kind"] != "span" or row["stage"] not in ("", "ppo") or (peak := row["peak_bytes"]) is None:
-            continue
-        if row["phase"] in PHASES:
-            name = f"{row['phase']}/{row['role']}" if row["role"] else row["phase"]
-            peaks[name] = max(peaks.get(name, 0), peak)
-    return peaks

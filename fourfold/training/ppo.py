@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,22 @@ from fourfold.config.checks import reference_at_llama_cpp
 from fourfold.config.schema import MemorySection, OptimizerSection, PartSection, RunConfig
 from fourfold.data.told_weights import ToldWeights
 from fourfold.diagnostics.judges import make_judge
+from fourfold.diagnostics.outside_trackers import Described
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.diagnostics.tables import as_text, role_rows, roles_table
 from fourfold.diagnostics.trackers import make_trackers
-from fourfold.memory.budget import BatchSizes, tensor_bytes
+from fourfold.memory.budget import BatchSize, BatchSizes, tensor_bytes
 from fourfold.memory.meter import PhaseMeter, PhaseUsage
 from fourfold.models.assembly import FourModels, assemble, record_for
 from fourfold.models.external import External
-from fourfold.models.llama_actor import LlamaActor
 from fourfold.models.loading import Base
+from fourfold.models.priors import MovingReference
 from fourfold.models.quantized import check_gradients
 from fourfold.models.residency import place
 from fourfold.models.roles import Scorer
 from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
-from fourfold.rollout.decoder import SamplingSettings
-from fourfold.rollout.guarded import GuardedSampler
-from fourfold.rollout.llama_cpp import LlamaSampler
-from fourfold.rollout.local import LocalSampler
-from fourfold.rollout.prompts import PromptStream, evaluation_batch
-from fourfold.rollout.sampler import PromptBatch, Sampler
+from fourfold.rollout.prompts import PromptStream
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.combined import Combined, Reward, RewardPart, told_by
 from fourfold.scoring.external import ExternalReward
@@ -46,10 +42,13 @@ from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.dimensions import Dimensions
 from fourfold.training.folder import RunFolder
 from fourfold.training.gradients import TrunkGradients
+from fourfold.training.held_out_texts import HeldOutTexts
 from fourfold.training.inputs import Inputs
 from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.learner import Learner, TrunkLearner
+from fourfold.training.prior import Prior
 from fourfold.training.rows import TIMED_PHASES
+from fourfold.training.sampled import evaluation_prompts, sampler_of
 from fourfold.training.services import (
     reader_at_service,
     reference_at_llama_server,
@@ -117,19 +116,14 @@ def build_trainer(
     folder: Path,
     meter: PhaseMeter,
     callbacks: tuple[StepCallback, ...] = (),
+    texts_test: Texts = (),
 ) -> Trainer:
     """A trainer that has taken up the newest checkpoint in `folder`, if there is one."""
-    ppo, sampling = config.ppo, config.sampling
-    settings = SamplingSettings(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        stop_strings=sampling.stop_strings,
-        weights=sampling.weights,
-    )
+    sampling = config.sampling
     _place_frozen(config, models, folder)
     learner = _learner(config, models, folder)
     in_backward = config.memory.optimizer_in_backward
-    sizes = BatchSizes.of(ppo, sampling.batch_size, models.base.budget, in_backward=in_backward)
+    sizes = BatchSizes.of(config.ppo, sampling.batch_size, models.base.budget, in_backward=in_backward)
     census = _census(config, models, learner)
     sizes.describe_with(census.describe)
     sizes.measure_with(meter.role)
@@ -139,16 +133,23 @@ def build_trainer(
         config=config,
         models=models,
         reward=reward,
-        sampler=_sampler(config, models, settings, sizes, ahead),
+        sampler=sampler_of(config, models, sizes, ahead),
         learner=learner,
         sizes=sizes,
         census=census,
-        prompts=_prompts(config, prompts, reward),
-        evaluation_prompts=_held_out(config, prompts_test, reward) if prompts_test else None,
+        prompts=PromptStream(
+            prompts,
+            seed=config.seed,
+            rows=config.ppo.rollout_batch_size,
+            responses_per_prompt=sampling.responses_per_prompt,
+            told=told_by(reward),
+        ),
+        evaluation_prompts=evaluation_prompts(config, prompts_test, reward),
         kept=kept,
         store=CheckpointStore(folder / "checkpoints", keep_last=config.checkpoint.keep_last),
         trackers=[],
         meter=meter,
+        prior=Prior(models, sampling.temperature, sizes.score, _held_out(config, models.base, texts_test, census)),
         judge=make_judge(config.evaluation.judge),
         ahead=ahead,
         callbacks=callbacks,
@@ -156,34 +157,12 @@ def build_trainer(
     resumed = trainer.resume()
     kept.go_on_from(trainer.progress.step)
     trainer.trackers = make_trackers(
-        config.tracking.trackers, folder, resume_after_step=trainer.progress.step if resumed else None
+        config.tracking.trackers,
+        folder,
+        resume_after_step=trainer.progress.step if resumed else None,
+        described=Described(config.tracking.project, folder.parent.resolve().name, config.model_dump(mode="json")),
     )
     return trainer
-
-
-def _prompts(config: RunConfig, prompts: Texts, reward: Reward) -> PromptStream:
-    each = config.sampling.responses_per_prompt
-    rows = config.ppo.rollout_batch_size
-    return PromptStream(prompts, seed=config.seed, rows=rows, responses_per_prompt=each, told=told_by(reward))
-
-
-def _held_out(config: RunConfig, prompts: Texts, reward: Reward) -> PromptBatch:
-    each = config.evaluation.responses_per_prompt
-    return evaluation_batch(prompts, seed=config.seed, responses_per_prompt=each, told=told_by(reward))
-
-
-def _sampler(
-    config: RunConfig, models: FourModels, settings: SamplingSettings, sizes: BatchSizes, ahead: Ahead | None
-) -> Sampler:
-    """The sampler of the settings; one with another distribution stands under guard."""
-    exact = LocalSampler(models.base, models.actor, replace(settings, weights="as_trained"), sizes, ahead)
-    if not config.sampling.differs:
-        return exact
-    if config.sampling.engine == "local":
-        quick: Sampler = LocalSampler(models.base, models.actor, settings, sizes, ahead)
-    else:
-        quick = LlamaSampler(models.base, LlamaActor(config, models.base, models.actor), settings, exact)
-    return GuardedSampler(quick, exact, config.sampling.max_gap)
 
 
 def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
@@ -201,14 +180,31 @@ def _census(config: RunConfig, models: FourModels, learner: Learner) -> Census:
     )
 
 
+def _held_out(config: RunConfig, base: Base, texts: Texts, census: Census) -> HeldOutTexts | None:
+    """Held-out texts whose likelihood evaluations tell; None where there are none, or the settings want none."""
+    if not texts:
+        return None
+    rows = config.ppo.micro_batch_size
+    return HeldOutTexts(base, texts, BatchSize("evaluate", "actor", rows, base.budget, describe=census.describe))
+
+
 def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
-    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`."""
+    """Reference and reward go where the settings want them; a reward at a service is there since `reward_source`.
+
+    A reference that moves does so from where it lies.
+    """
     if reference_at_llama_cpp(config):
         models.reference = reference_at_llama_server(config, models.base, models.actor)
     elif config.reference.residency == "service":
         models.reference = reference_at_service(config, models.base, models.reference, models.actor)
     else:
         place(models.reference, config.reference.residency, models.own_parameters(models.reference), folder)
+    if models.step_0 is not None:
+        residency: Any = config.reference.residency  # never a service's
+        place(models.step_0, residency, models.own_parameters(models.step_0), folder)
+    if config.reference.kind == "moving":
+        share = models.base.shares_head
+        models.moving = MovingReference(config.reference, models.actor, models.reference, shares_head=share)
     if isinstance(models.reward, Scorer | External) and config.reward.residency != "service":
         place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
 
@@ -290,6 +286,7 @@ def train_ppo(
                 lambda step, _: timeline.spans("ppo", step, meter.take_spans()),
                 *callbacks,
             ),
+            inputs.texts_test,
         )
         progress.advance(trainer.progress.step)
         timeline.go_on_from(trainer.progress.step)

@@ -22,6 +22,7 @@ from fourfold.memory.offload import computes_elsewhere, residency_of
 from fourfold.memory.quantization import kind_of
 from fourfold.models.assembly import FourModels
 from fourfold.models.llama_roles import EnginePolicy
+from fourfold.models.priors import UniformPolicy
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.models.split import Part
@@ -122,7 +123,7 @@ class Preflight:
     actor_dtype: str
     reference_dtype: str
     fresh: bool
-    own_reference: bool
+    own_reference: bool  # another policy than the actor at step 0
     reference_where: str = ""  # where it computes, if that is elsewhere than the actor does
     reference_bias: ReferenceBias | None = None  # where actor and reference compute alike there is none
 
@@ -146,7 +147,7 @@ class Preflight:
         """One line for the terminal."""
         kl = f"KL to reference {self.kl_gap_mean:.1e}" if self.fresh else "KL not checked (resumed)"
         if self.own_reference:
-            kl = f"|log ratio| to reference.model {self.kl_gap_mean:.2g} (another model: not 0)"
+            kl = f"|log ratio| to the reference {self.kl_gap_mean:.2g} (another policy: not 0)"
         ratio, sampler = f"|log ratio| {self.ratio_gap_mean:.1e}", f"sampler gap {self.sampler_gap_mean:.1e}"
         return f"pre-flight: {ratio} · {kl} · {sampler} nats a token"
 
@@ -214,7 +215,7 @@ def _measure(
     mask = scored.response_mask
     log_probs, _ = actor.log_probs(activations, scored, temperature)  # the training path, with its graph
     bounds = bounds_of(actor.branch, models.base.trunk)
-    own_reference = bool(config.reference.model)
+    own_reference = not config.reference.starts_as_the_actor
     ratio = _gap(log_probs.detach(), scored.log_probs, mask)
     kl = _gap(scored.log_probs, scored.ref_log_probs, mask)
     sampler = _gap(scored.sampler_log_probs, scored.log_probs, mask)
@@ -262,8 +263,8 @@ def _measure(
 
 def reference_differs(models: FourModels, config: RunConfig) -> bool:
     """Whether a reference with the actor's weights may have other numbers, of which a bias is to be measured."""
-    own = bool(config.reference.model)
-    return not own and (config.precision.reference_differs or computes_elsewhere(models.reference))
+    same = config.reference.starts_as_the_actor
+    return same and (config.precision.reference_differs or computes_elsewhere(models.reference))
 
 
 def _elsewhere(reference: Policy) -> str:
@@ -275,6 +276,8 @@ def _held(models: FourModels, config: RunConfig) -> str:
     """How the reference's own weights are held: by another engine, in fewer bits, or in the type it computes in."""
     if isinstance(models.reference, EnginePolicy):
         return models.reference.held
+    if isinstance(models.reference, UniformPolicy):
+        return str(models.actor.branch.compute_dtype)  # its log-probs are a constant of any type
     kind = config.precision.reference
     return kind if kind in QUANTIZED else str(models.reference.branch.compute_dtype)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fourfold.config.loading import saved_config
 from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
@@ -28,7 +29,7 @@ from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.sampler import PromptBatch, row_seed
 from fourfold.scoring.sources import texts_of
 from fourfold.training.checkpoint import CheckpointStore
-from fourfold.training.folder import RunFolder, saved_config, sft_model
+from fourfold.training.folder import RunFolder, sft_model
 from fourfold.training.inputs import prompt_tokens
 
 

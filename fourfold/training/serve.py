@@ -85,8 +85,14 @@ def roles_of(config: RunConfig) -> tuple[str, ...]:
 def _require_held(config: RunConfig, roles: Collection[str]) -> None:
     """Exactly what a run may leave to a service: ValueError where it has no such role, or holds it itself."""
     have = roles_of(config)
+    given = config.reference
+    here = f"reference.engine = {given.engine!r} holds the reference in the run's own process"
+    if given.kind == "uniform":
+        here = "reference.prior = 'uniform' has no weights"
+    elif given.kind == "moving":
+        here = "the weights of reference.prior = 'moving' follow the run's own actor"
     reasons = {
-        "reference": f"reference.engine = {config.reference.engine!r} holds the reference in the run's own process",
+        "reference": here,
         "reward": f"reward.source = {config.reward.source!r} has no reward model",
     }
     if others := [role for role in roles if role not in have]:

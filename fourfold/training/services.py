@@ -9,7 +9,7 @@ import torch
 from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
-from fourfold.models.assembly import record_for
+from fourfold.models.assembly import record_for, start_of_reference
 from fourfold.models.external import PADDING_TOLERANCE, QUANTIZED_BOUNDS, placed
 from fourfold.models.external import PROBE as SENTENCES
 from fourfold.models.identity import ModelIdentity, ReaderIdentity, weights_in_folder, weights_of_role
@@ -38,20 +38,21 @@ def reference_at_service(config: RunConfig, base: Base, form: Policy, actor: Pol
         rows = wire.rows_of(_probe(base)[0])
         _require_steady(remote, rows, bounds_of(form.branch).ratio[1], temperature=config.sampling.temperature)
         return RemoteOwnPolicy(form, remote)
-    remote.require(Identity.of(base, record_for(config, "policy"), weights_of_role(base, actor)))
+    start = start_of_reference(config, base, actor)
+    remote.require(Identity.of(base, record_for(config, "policy"), weights_of_role(base, start)))
     probe, activations = _probe(base)
     temperature = config.sampling.temperature
     reference = RemotePolicy(form, remote)
     with torch.no_grad():
-        here, there = (role.log_probs(activations, probe, temperature)[0] for role in (actor, reference))
+        here, there = (role.log_probs(activations, probe, temperature)[0] for role in (start, reference))
     _require_close("reference", "log-probs", float((here - there).abs().max()), base)
     return reference
 
 
 def reference_at_llama_server(config: RunConfig, base: Base, actor: Policy) -> EnginePolicy:
-    """The reference at llama.cpp's own server, which has to hold what `actor` is now, or `reference.model`."""
+    """The reference at llama.cpp's own server, which has to hold what `actor` is now, or the policy that is named."""
     server = LlamaServer(config.service, ordinary_ids(base.tokenizer) - base.eos_ids)
-    model = torch_reference(config, base, actor)
+    model = torch_reference(config, base, start_of_reference(config, base, actor))
     verify_engine(server, model, base.tokenizer, server.url)
     reference = EnginePolicy(form_of(model), server, "its file's types")
     reference.residency = server

@@ -101,8 +101,8 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 def collect(
     models: FourModels, learner: Learner, progress: Progress, sizes: BatchSizes
 ) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Tensors and JSON of a checkpoint: trained roles, their optimizers, loss scale, counters, random states, frozen
-    checksums."""
+    """Tensors and JSON of a checkpoint: trained roles, their optimizers, a reference that moves, loss scale, counters,
+    random states, frozen checksums."""
     tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
     state: dict[str, Any] = {
         "progress": progress.as_dict(),
@@ -115,6 +115,8 @@ def collect(
         everything = optimizer.state_dict()
         tensors[f"{name}_optimizer"], record = flatten_optimizer(everything["optimizer"])
         state["optimizers"][name] = {"optimizer": record, "steps_done": everything["steps_done"]}
+    if models.moving is not None:
+        tensors["reference"] = models.moving.tensors()
     tensors["random"], state["random"] = rng_state()
     return tensors, state
 
@@ -133,6 +135,8 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes:
         )
     for name, role in _roles(models).items():
         load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shares_head)
+    if models.moving is not None:
+        models.moving.load(checkpoint.tensors("reference"))
     for name, optimizer in learner.optimizers().items():
         record = checkpoint.state["optimizers"][name]
         restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])

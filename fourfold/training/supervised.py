@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,28 +28,36 @@ Texts = Sequence[Sequence[int]]
 def nll_sum(policy: Policy, activations: Activations, ids: Tensor) -> tuple[Tensor, int]:
     """Sum of -log p over all tokens but the first of each text, and how many they are."""
     mask = activations.mask[:, 1:]
-    hidden = policy.branch(activations.inputs, activations.mask)[:, :-1][mask]
+    hidden = policy.through(activations)[:, :-1][mask]
     log_probs, _ = policy.head.log_probs(hidden, ids[:, 1:][mask], 1.0, policy.branch.compute_dtype, entropy="none")
     return -log_probs.sum(), int(mask.sum())
 
 
+class TextInputs(Protocol):
+    """What makes the inputs of policies of texts; a cache does for those that it holds."""
+
+    def activations(self, texts: Texts) -> tuple[Activations, Tensor]:
+        """Right-padded input of the policies, and the ids [batch, time]."""
+        ...
+
+
 @torch.no_grad()
-def mean_nll(policy: Policy, cache: TextCache, texts: Texts, rows_at_once: int | BatchSize) -> float:
-    """Nats a token on texts (teacher-forced); a mean that is not finite stops the stage."""
+def mean_nll(policy: Policy, inputs: TextInputs, texts: Texts, rows_at_once: int | BatchSize) -> float:
+    """Nats a token on texts (teacher-forced); a mean that is not finite stops the run."""
     total, count = 0.0, 0
     size = batch_size(rows_at_once, "sft", "sft policy")
 
     def add(piece: slice) -> None:
         nonlocal total, count
-        loss, tokens = nll_sum(policy, *cache.activations([texts[row] for row in rows[piece]]))
+        loss, tokens = nll_sum(policy, *inputs.activations([texts[row] for row in rows[piece]]))
         total, count = total + float(loss), count + tokens
 
     for rows in epoch_batches([len(text) for text in texts], size.size, seed=0, epoch=0):
         size.through(len(rows), add)
     if not math.isfinite(total):
         raise RunFailed(
-            f"sft: the sft policy's loss on held-out texts is {total / count}; nothing was stored, the stage's last "
-            "checkpoint is kept; its weights are damaged, or sft.learning_rate is too high"
+            f"{size.phase}: the {size.role}'s loss on held-out texts is {total / count}; nothing was stored, the "
+            "stage's last checkpoint is kept; its weights are damaged, or the stage's learning_rate is too high"
         )
     return total / count
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fourfold.diagnostics.run_files import TIMELINE
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.files import write_atomically
 from fourfold.memory.meter import Span
-
-TIMELINE = "memory.jsonl"
 
 
 class Timeline:

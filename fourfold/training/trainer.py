@@ -29,6 +29,7 @@ from fourfold.training.evaluation import Evaluation, Judge, summarise
 from fourfold.training.experience import estimate_advantages
 from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.preflight import Preflight, ReferenceBias, preflight, reference_differs
+from fourfold.training.prior import Prior
 from fourfold.training.rows import counters, training_row
 from fourfold.training.signals import StopRequest
 from fourfold.training.state import Progress, collect, restore
@@ -54,6 +55,7 @@ class Trainer:
     store: CheckpointStore
     trackers: list[Tracker]
     meter: PhaseMeter
+    prior: Prior
     judge: Judge | None = None
     ahead: Ahead | None = None
     callbacks: tuple[StepCallback, ...] = ()
@@ -65,10 +67,9 @@ class Trainer:
 
     def resume(self) -> bool:
         """Take up the newest good checkpoint, if there is one."""
-        checkpoint = self.store.latest()
-        if checkpoint is not None:
+        if (checkpoint := self.store.latest()) is not None:
             self.progress = restore(checkpoint, self.models, self.learner, self.sizes)
-        self._frozen = self.models.frozen_checksums()
+        self.prior.start()
         return checkpoint is not None
 
     def check(self) -> Preflight:
@@ -124,6 +125,7 @@ class Trainer:
             rows = learnable(scored, valid, truncation=settings.truncation, on_failure=self.config.reward.on_invalid)
             shaping = self.progress.shaping
             experience = estimate_advantages(scored.select(rows), settings, shaping)
+            drift = self.prior.drift(rollout, activations)
         with self.census.phase(self.meter, "learn"):
             learned = update(
                 self.learner,
@@ -135,6 +137,7 @@ class Trainer:
                 train_actor=step >= self.config.critic.warmup_rollouts,
                 sizes=self.sizes,
             )
+        self.prior.follow(step + 1)
         self.kept.training(step + 1, experience)
         self.progress.count(scored, int(learned.metrics["actor_optimizer_steps"]), settings)
         return training_row(
@@ -142,7 +145,7 @@ class Trainer:
             experience,
             scored,
             valid,
-            learned.metrics | self.sizes.metrics(len(rollout.sequences)),
+            learned.metrics | self.sizes.metrics(len(rollout.sequences)) | drift,
             self.accountant.step(rollout, learned, full_kl=settings.kl_estimator == "full"),
             self.meter.take(),
             config=self.config,
@@ -165,12 +168,14 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Held-out prompts under the actor as it is now, always with the same random numbers."""
-        if (prompts := self.evaluation_prompts) is None:
-            raise ValueError("no held-out prompts: give data.prompts_test")
+        prompts = self.evaluation_prompts
+        assert prompts is not None, "without data.prompts_test nothing is evaluated"
         with self.meter.phase("evaluate"):
-            scored, valid = self._score(*self.sampler.generate(prompts, policy_version=self.progress.step))
+            rollout, activations = self.sampler.generate(prompts, policy_version=self.progress.step)
+            scored, valid = self._score(rollout, activations)
+            drift = self.prior.evaluated(rollout, activations, valid)
         held_out = self.kept.held_out(scored, valid, self.progress)
-        return summarise(held_out, self.models.base.tokenizer, self.judge, self.reward)
+        return summarise(held_out, self.models.base.tokenizer, self.judge, self.reward, drift)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate every so many steps and at the end; True when the result is the best so far."""
@@ -184,11 +189,7 @@ class Trainer:
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint, after making sure that nothing frozen has moved."""
         with self.census.phase(self.meter, "save"):
-            if self.models.frozen_checksums() != self._frozen:
-                raise RunFailed(
-                    f"step {self.progress.step}: the weights of trunk, reference or reward have changed, which they "
-                    "must never do; nothing was saved, the checkpoint before is intact"
-                )
+            self.prior.require_unmoved(self.progress.step)
             collected = collect(self.models, self.learner, self.progress, self.sizes)
             self.store.save(self.progress.step, *collected, is_best=is_best)
 

@@ -56,9 +56,11 @@ def test_a_run_shows_what_came_out_and_its_proposals_work(
     assert names == ["summary.json", "plan.json", "sft/model", "reward/model", "ppo/metrics.jsonl", "ppo/model"]
     assert all((tmp_path / "my runs" / "first" / name).exists() for name in names)
 
-    sample, export, again = (shlex.split(line) for line in lines[lines.index("try next:") + 1 :])
+    report, sample, export, again = (shlex.split(line) for line in lines[lines.index("try next:") + 1 :])
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
+    assert report == ["fourfold", "report", "my runs/first"] and main(report[1:]) == 0
+    assert (tmp_path / "my runs" / "first" / "report.html").is_file()
     assert sample[:2] == ["fourfold", "sample"] and main(sample[1:]) == 0
     assert "The film" in capsys.readouterr().out
     assert export[:2] == ["fourfold", "export"] and main(export[1:]) == 0

@@ -384,3 +384,10 @@ def test_a_role_at_a_service_is_held_as_this_run_would() -> None:
     for role in ("reference", "reward"):
         at = [f"{role}.residency=service", "service.url=http://127.0.0.1:8777", f"precision.{role}=int8"]
         assert any("must be this run's own" in problem for problem in found(*at))
+
+
+def test_a_project_is_for_trackers_that_have_one() -> None:
+    for also in ([], ["tracking.trackers=['tensorboard']"]):
+        [problem] = found("tracking.project=mine", *also)
+        assert "tracking.project" in problem and "neither 'wandb' nor 'trackio'" in problem
+    assert found("tracking.project=mine", "tracking.trackers=['trackio']") == []

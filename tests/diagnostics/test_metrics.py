@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fourfold.config.schema import RunConfig, Section
-from fourfold.diagnostics.metrics import METRICS, check_row, metrics_markdown
+from fourfold.diagnostics.metrics import METRICS, Band, Metric, check_row, metrics_markdown
 from fourfold.memory.meter import PassCounter
 
 
@@ -108,3 +108,47 @@ def test_markdown_has_one_line_a_metric_with_six_cells() -> None:
         for name in table:
             row = next(line for line in lines[start:] if line.startswith(f"| `{name}`"))
             assert len(re.split(r"(?<!\\)\|", row)) == 8, row
+
+
+BANDS: dict[tuple[str, ...], tuple[Metric, Band | None]] = {
+    (metric.name, *where): (metric, band)
+    for table in METRICS.values()
+    for metric in table.values()
+    for where, band in (
+        [((), metric.band)] if metric.band is None or isinstance(metric.band, Band)
+        else [((key,), each) for key, each in metric.band.items()]
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [key for key, (_, band) in BANDS.items() if band is not None], ids="-".join)
+def test_the_numbers_of_a_band_are_those_of_the_words(name: tuple[str, ...]) -> None:
+    metric, band = BANDS[name]
+    assert band is not None
+    bounds = [bound for bound in (band.low, band.high) if bound is not None]
+    said = [float(number) for number in re.findall(r"(?<![a-z\d])\d+(?:\.\d+)?(?:e-?\d+)?", metric.healthy)]
+    assert bounds and set(bounds) <= set(said), metric.healthy
+    assert (band.low is None or band.high is None) or band.low < band.high
+    if len(bounds) == 1 and bounds != [0]:
+        assert ("below" in metric.healthy) == (band.low is None), metric.healthy
+    assert band.of_start == ("of the start's" in metric.healthy)
+
+
+def test_words_that_are_numbers_have_a_band() -> None:
+    for metric, band in BANDS.values():
+        if re.match(r"(rises )?(above|below) (about )?(?!0\b[^.])\d|[\d.]+ to [\d.]+$", metric.healthy):
+            assert band is not None, f"{metric.name}: {metric.healthy}"
+
+
+def test_a_band_of_the_start_follows_the_first_value() -> None:
+    band = METRICS["evaluation"]["eval_distinct_2"].band_where("float32")
+    assert band is not None and band == Band(low=0.85, of_start=True)
+    assert band.seen_from(0.5) == Band(low=0.425) and not band.seen_from(0.5).holds(0.42)
+    assert Band(0.1, 0.2).holds(0.1) and Band(0.1, 0.2).holds(0.2) and not Band(0.1, 0.2).holds(0.21)
+
+
+def test_a_band_can_depend_on_the_type_of_products() -> None:
+    gap = METRICS["ppo_step"]["sampler_gap_mean"]
+    assert gap.band_where("float32") == Band(high=1e-4) and gap.band_where("bfloat16") == Band(high=0.05)
+    assert gap.band_where("float16") is None
+    assert METRICS["ppo_step"]["ratio_mean"].band_where("float16") == Band(0.98, 1.02)

@@ -6,18 +6,15 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-import fourfold.diagnostics.plan_page as package
+from diagnostics.page_checks import drawings, parsed, style_of, words
 from fourfold.batch import Experience, Rollout, ScoredRollout
 from fourfold.diagnostics.plan_page import plan_page
 from fourfold.diagnostics.plan_page.choices import differences
-from fourfold.diagnostics.plan_page.memory import nice
 from fourfold.diagnostics.plan_page.tensors import BATCH, Tensor
 from fourfold.planner.answer import Answer, answer
 from fourfold.planner.bill import HOLDERS, KINDS
@@ -52,6 +49,8 @@ AS_GIVEN = {
     "a trained trunk": asked('sharing.mode="trunk"', "trunk.train=true", 'precision.compute="float32"'),
     "adapters over a trunk": asked('sharing.mode="adapters"', "adapters.layers=4", 'ppo.kl_estimator="full"'),
     "another reward model": asked(reward_model="smollm2-360m"),
+    "a uniform prior": asked('reference.prior="uniform"', "reference.log_step_0=false"),
+    "a moving prior": asked(NONE, 'reference.prior="moving"', 'reference.residency="park"'),
     "a function": Asked("function.toml", hardware="a100-80"),
 }
 NAME = "<script>alert('x')</script> & \"co\""
@@ -75,16 +74,6 @@ def page(found: Answer) -> str:
     return plan_page(found.plans, found.wanted.notes, found.helps, "a model")
 
 
-def drawings(page: str) -> dict[str, ElementTree.Element]:
-    """The pictures by their ids; each is well-formed XML alone."""
-    found = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.S)]
-    return {each.attrib["aria-labelledby"].split("-title")[0]: each for each in found}
-
-
-def words(element: ElementTree.Element) -> list[str]:
-    return [text.strip() for text in element.itertext() if text.strip()]
-
-
 def test_every_model_has_a_cell_in_every_phase(found: Answer, page: str) -> None:
     plan, flow = found.plans[0], drawings(page)["flow"]
     cells = {(c.attrib["data-role"], c.attrib["data-phase"]): c for c in flow.iter("g") if "data-role" in c.attrib}
@@ -104,7 +93,9 @@ def test_every_model_has_a_cell_in_every_phase(found: Answer, page: str) -> None
         learns = (role, phase) in worked and worked[role, phase].backward_passes > 0
         if role in roles:
             assert ("learns" in cell.attrib["class"]) == learns == (phase == "learn" and role in ("actor", "critic"))
-    assert cells["reference", "score"].attrib["class"].endswith("frozen")
+    works = ("reference", "score") in worked
+    assert cells["reference", "score"].attrib["class"].endswith("frozen" if works else "idle")
+    assert works or plan.scene.config.reference.kind == "uniform"
 
 
 def test_cells_say_what_is_held_meanwhile(found: Answer, page: str) -> None:
@@ -172,37 +163,6 @@ def test_levers_are_bars_with_their_reasons(found: Answer, page: str) -> None:
     for step in plan.steps[1:]:
         assert step.reason in text.replace("&amp;", "&")
         assert all(f"{key} = " in text for key in step.settings)
-
-
-class Tags(HTMLParser):
-    """Checks that what is opened is closed, and collects what a test looks at."""
-
-    VOID = ("meta", "input")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.ids: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str, str | None]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        self.ids.update(value for name, value in attrs if name == "id" and value)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def parsed(page: str) -> Tags:
-    tags = Tags()
-    tags.feed(page)
-    tags.close()
-    assert tags.open == []
-    return tags
 
 
 def test_the_page_is_well_formed_and_can_be_read_out(page: str) -> None:
@@ -288,54 +248,19 @@ def test_shapes_are_those_of_the_plan() -> None:
     sequences = next(tensor for tensor in BATCH if tensor.name == "sequences")
     assert sequences.numbers(plan.scene) == "[24, 150]" and sequences.bytes(plan.scene) == 24 * 150 * 8
     assert Tensor("x", "bool", (), "", "score").bytes(plan.scene) == 1
+    values = next(tensor for tensor in BATCH if tensor.name == "values")
+    assert values.shape == "[rollout, response]" and values.bytes(plan.scene) == 24 * 50 * 4
+    several = plan.scene.config.critic.model_copy(update={"heads": "vector"})
+    reward = plan.scene.config.reward.model_copy(update={"source": "combined", "parts": {"kind": 1, "brief": 2}})
+    config = plan.scene.config.model_copy(update={"critic": several, "reward": reward})
+    assert values.numbers(dataclasses.replace(plan.scene, config=config)) == "[24, 50, 3]", (
+        "two parts and the penalties"
+    )
     page = plan_page([plan])
     assert "rollout = 24, prompt = 100, response = 50" in page and "[rollout, prompt+response]" in page
-
-
-@pytest.mark.parametrize(("rough", "step"), [(0.7, 1), (1.1, 2), (2.3, 2.5), (30, 50), (0.018, 0.02), (6e3, 1e4)])
-def test_axes_are_marked_at_round_figures(rough: float, step: float) -> None:
-    assert nice(rough) == pytest.approx(step)
-
-
-STYLE = Path(package.__file__).with_name("page.css").read_text(encoding="utf-8")
-
-
-def colours(scheme: str) -> dict[str, str]:
-    light, dark = STYLE.split("@media screen and (prefers-color-scheme: dark)")
-    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light))
-    return (
-        found
-        if scheme == "light"
-        else found | dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark.split("@media")[0]))
-    )
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2.2."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read(scheme: str) -> None:
-    """4.5 for text and 3 for lines that mean something (WCAG 2.2, 1.4.3 and 1.4.11)."""
-    known = colours(scheme)
-    for text in ("ink", "muted"):
-        for ground in ("paper", "card", "track", "stripe", "accent-soft"):
-            assert contrast(known[text], known[ground]) >= 4.5, (text, ground)
-    for text, ground in (("accent", "paper"), ("good", "paper"), ("danger", "danger-soft")):
-        assert contrast(known[text], known[ground]) >= 4.5, (text, ground)
-    for lines in ("edge", "accent", "danger"):
-        assert contrast(known[lines], known["paper"]) >= 3, lines
 
 
 def test_every_kind_and_holder_has_a_colour() -> None:
     for way, names in (("kind", KINDS), ("holder", HOLDERS)):
         for name in names:
-            assert re.search(rf"^\.{way}-{name.replace(' ', '-')}[ ,]", STYLE, re.M), name
+            assert re.search(rf"^\.{way}-{name.replace(' ', '-')}[ ,]", style_of("plan_page"), re.M), name

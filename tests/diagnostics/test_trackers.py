@@ -204,6 +204,6 @@ def test_a_missing_package_is_an_error_at_start_and_touches_nothing(
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'tensorbord'.*allowed: tensorboard"):
+    with pytest.raises(ValueError, match=r"'tensorbord'.*allowed: tensorboard, wandb, trackio, or none"):
         make_trackers(["tensorbord"], tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -115,10 +115,26 @@ def test_a_role_at_a_service_is_nowhere() -> None:
 
 
 def test_another_reference_brings_its_own_weights_and_reads_ids() -> None:
-    given = scene('sharing.mode="trunk"', "trunk.branch_layers=1", 'reference.model="other"')
-    other = architecture(layers=2)
-    bill = footprint(type(given)(given.config, {**given.models, "reference": other}, given.cluster, given.lengths))
-    assert of(bill, "reference", "weights", CRITIC) == 4 * (2 * LAYER + 2 * TABLE + 16)
+    of_another = 4 * (2 * LAYER + 2 * TABLE + 16)
+    still = footprint(scene('sharing.mode="trunk"', "trunk.branch_layers=1"))  # whose reference is the actor at step 0
+    for log_step_0, beside in (("false", 0), ("true", of(still, "reference", "weights", CRITIC))):
+        settings = ("trunk.branch_layers=1", 'reference.model="other"', f"reference.log_step_0={log_step_0}")
+        given = scene('sharing.mode="trunk"', *settings)
+        models = {**given.models, "reference": architecture(layers=2)}
+        bill = footprint(type(given)(given.config, models, given.cluster, given.lengths))
+        assert of(bill, "reference", "weights", CRITIC) == of_another + beside
+
+
+def test_a_uniform_prior_costs_no_weights_and_one_that_moves_what_the_actor_does() -> None:
+    for sharing in ('"none"', '"trunk"', '"adapters"'):
+        given = (f"sharing.mode={sharing}", 'precision.compute="bfloat16"', "reference.log_step_0=false")
+        uniform = footprint(scene(*given, 'reference.prior="uniform"'))
+        assert not [item for item in uniform.items if item.holder == "reference"]
+        moving = footprint(scene(*given, 'reference.prior="moving"'))
+        assert of(moving, "reference", "weights", CRITIC) == of(moving, "actor", "masters", CRITIC) > 0
+        both = footprint(scene(*given[:2], 'reference.prior="uniform"'))
+        still = footprint(scene(*given[:2]))
+        assert of(both, "reference", "weights", CRITIC) == of(still, "reference", "weights", CRITIC) > 0
 
 
 # --- what passes ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ CASES = (
     Case("tiny", ('sharing.mode="none"',), (8, 8, 24, 4)),
     Case("tiny", ('sharing.mode="none"', 'critic.heads="multi"', "critic.head_width=256"), (8, 8, 24, 4)),
     Case("tiny", ('sharing.mode="trunk"', 'precision.compute="bfloat16"'), (8, 8, 24, 8), ragged=True),
+    Case("tiny", ('reference.prior="moving"', 'precision.compute="bfloat16"', 'sharing.mode="none"'), (8, 8, 24, 4)),
+    Case("tiny", ('reference.prior="uniform"', 'sharing.mode="trunk"', 'ppo.kl_estimator="full"'), (8, 8, 24, 4)),
 )
 
 

@@ -33,6 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
     "full KL, entropy": {"ppo": {"kl_estimator": "full", "entropy_coef": 0.01}},
     "layers again": {"memory": {"checkpointing": "layers", "checkpoint_every": 2}},
     "attention again": {"memory": {"checkpointing": "attention"}},
+    "moving": {"reference": {"prior": "moving"}},
+    "uniform": {"reference": {"prior": "uniform"}, "ppo": {"kl_estimator": "full"}},
+    "uniform alone": {"reference": {"prior": "uniform", "log_step_0": False}},
 }
 
 
@@ -63,6 +66,7 @@ def real_step(folder: Path, changes: dict[str, Any]) -> tuple[Scene, dict[str, f
 
 
 RUNS = [(cut, "plain") for cut in CUTS] + [(cut, case) for cut in ("none", "trained trunk") for case in CASES][1:]
+RUNS.remove(("trained trunk", "moving"))  # which is refused
 
 
 @pytest.mark.parametrize(("cut", "case"), sorted(set(RUNS)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from fourfold.models.priors import UniformPolicy
 from fourfold.models.roles import freeze
 from fourfold.models.split import Part
 from fourfold.scoring.sources import ModelReward
@@ -56,11 +57,13 @@ class Seen:
         self.tokens[role, direction] += tokens
 
 
-def trainer_for(folder: Path, sharing: str, **ppo: Any) -> tuple[Trainer, Seen]:
+def trainer_for(
+    folder: Path, sharing: str, reference: dict[str, Any] | None = None, **ppo: Any
+) -> tuple[Trainer, Seen]:
     """A trainer with a reward model, and the hooks on all that it has."""
     ppo = {"num_epochs": 2, "mini_batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3} | ppo
-    config = make_config(settings(folder, merged(by_function("pays_by_hash", **ppo), CUTS[sharing])))
-    trainer = make_trainer(config, prompts=PROMPTS)
+    tree = merged(merged(by_function("pays_by_hash", **ppo), CUTS[sharing]), {"reference": reference or {}})
+    trainer = make_trainer(make_config(settings(folder, tree)), prompts=PROMPTS)
     models = trainer.models
     give_value_head(models)
     models.reward = models.base.new_scorer()
@@ -68,8 +71,10 @@ def trainer_for(folder: Path, sharing: str, **ppo: Any) -> tuple[Trainer, Seen]:
     if models.trunk is not None and models.base.trunk is not None:
         models.reward.stand_on(models.base.trunk)
     trainer.reward, trainer.accountant = ModelReward(models.reward), Accountant(models, trainer.config.memory)
-    parts = {role: getattr(models, role).branch for role in ROLES[1:]}
-    seen = Seen(parts)
+    held = {role: getattr(models, role) for role in ROLES[1:]}
+    seen = Seen({role: each.branch for role, each in held.items() if not isinstance(each, UniformPolicy)})
+    if models.step_0 is not None:  # whose passes are counted as the reference's
+        seen.watch("reference", models.step_0.branch)
     for trunk in (models.base.trunk, models.trunk):  # the frozen copy of a trained one counts as the trunk, too
         if trunk is not None:
             seen.watch("trunk", trunk)
@@ -102,6 +107,18 @@ def test_passes_and_tokens_are_those_that_the_models_saw(tmp_path: Path, sharing
     assert (seen.rows["trunk", "forward"] > 0) == ("trunk" in sharing)
     assert seen.rows["reference", "forward"] == ROWS * (2 if case == "full KL" else 1)
     assert min(seen.rows[role, direction] for role in ("actor", "critic") for direction in ("forward", "backward")) > 0
+
+
+PRIORS = {"moving": 2, "uniform": 1}
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("sharing", ["trunk", "adapters"])
+def test_passes_of_a_prior_and_of_the_policy_of_step_0(tmp_path: Path, sharing: str, prior: str) -> None:
+    trainer, seen = trainer_for(tmp_path, sharing, {"prior": prior})
+    row = trainer.step()
+    assert row["reference_forward_passes"] * ROWS == seen.rows["reference", "forward"] == PRIORS[prior] * ROWS
+    assert row["reference_forward_tokens"] == seen.tokens["reference", "forward"]
 
 
 def test_the_critic_alone_works_while_it_warms_up(tmp_path: Path) -> None:

@@ -79,13 +79,17 @@ def hashed(text: str) -> float:
     return pays_by_hash([""], [text])[0]
 
 
-def posterior(model: Path, prompt: list[int], reward_of: Callable[[str], float] = hashed) -> torch.Tensor:
-    """pi_ref(y) exp(r(y) / beta) / Z from the model as it lies on disk."""
+def posterior(
+    model: Path, prompt: list[int], reward_of: Callable[[str], float] = hashed, *, uniform: bool = False
+) -> torch.Tensor:
+    """pi_ref(y) exp(r(y) / beta) / Z from the model as it lies on disk, or from a prior of V^-n for n tokens."""
     reference = AutoModelForCausalLM.from_pretrained(model)
     names = {number: word for word, number in WORDS.items()}
     prior, reward = [], []
     for response in all_responses():
-        prior.append(_probability(reference(torch.tensor([[*prompt, *response]])).logits[0], len(prompt), response))
+        logits = reference(torch.tensor([[*prompt, *response]])).logits[0]
+        of_model = _probability(logits, len(prompt), response)
+        prior.append(len(WORDS) ** -len(response) if uniform else of_model)
         text = "".join(names[token] for token in response if token != EOS)
         reward.append(reward_of(text))
     assert sum(prior) == pytest.approx(1.0, abs=1e-6), "every response is listed once"
@@ -94,24 +98,38 @@ def posterior(model: Path, prompt: list[int], reward_of: Callable[[str], float] 
 
 
 @torch.no_grad()
-def distances(trainer: Trainer, model: Path, reward_of: Callable[[str], float] = hashed) -> list[float]:
+def distances(
+    trainer: Trainer, model: Path, reward_of: Callable[[str], float] = hashed, *, uniform: bool = False
+) -> list[float]:
     """Total variation between actor and posterior for each prompt."""
-    pairs = [(probabilities(trainer, prompt), posterior(model, prompt, reward_of)) for prompt in PROMPTS]
+    pairs = [
+        (probabilities(trainer, prompt), posterior(model, prompt, reward_of, uniform=uniform)) for prompt in PROMPTS
+    ]
     return [float((actual - wanted).abs().sum() / 2) for actual, wanted in pairs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "seed", "sharing", "gae_lambda"), [("gpt2", 2, "trunk", 0.95), ("llama", 0, "none", 1.0)]
+    ("family", "seed", "sharing", "gae_lambda", "prior"),
+    [
+        ("gpt2", 2, "trunk", 0.95, "step_0"),
+        ("llama", 0, "none", 1.0, "step_0"),
+        ("llama", 0, "none", 1.0, "uniform"),  # among responses of one length softmax(r / beta)
+    ],
 )
-def test_ppo_finds_the_posterior(tmp_path: Path, family: str, seed: int, sharing: str, gae_lambda: float) -> None:
+def test_ppo_finds_the_posterior(
+    tmp_path: Path, family: str, seed: int, sharing: str, gae_lambda: float, prior: str
+) -> None:
     """Total variation under 0.03 after training, far above it before."""
+    uniform = prior == "uniform"
     model = tiny_world(tmp_path / "world", family, seed)
     changes = merged(SHARINGS[sharing] or {"trunk": {"branch_layers": 1}}, {"ppo": {"gae_lambda": gae_lambda}})
-    trainer = trainer_in(tmp_path, model, seed, changes)
-    assert min(distances(trainer, model)) > 0.3
+    trainer = trainer_in(tmp_path, model, seed, merged(changes, {"reference": {"prior": prior}}))
+    assert min(distances(trainer, model, uniform=uniform)) > 0.3
     steps_of(trainer)
-    assert max(distances(trainer, model)) < 0.03
+    assert max(distances(trainer, model, uniform=uniform)) < 0.03
+    if uniform:
+        assert min(distances(trainer, model)) > 0.3, "what the model knew is gone"
 
 
 @pytest.mark.slow

@@ -94,6 +94,8 @@ SHOWN = {
     "critic.loss_weights": f"{VECTOR}::test_fixed_weights_scale_the_losses_and_0_learns_nothing",
     "critic.value_clip_eps": f"{VECTOR}::test_a_clip_range_of_its_own",
     "reward.device": "models/test_external.py::test_where_and_how_wide_auto_is",
+    "reference.checkpoint": "training/test_priors.py::test_another_checkpoint_is_the_reference",
+    "evaluation.max_texts": "training/test_priors.py::test_evaluations_tell_the_drift_and_the_loss_on_held_out_texts",
     "reference.engine": "scoring/service/test_llama_server.py::test_a_run_whose_reference_is_a_llama_server",
     "reward.engine": "training/test_own_models.py::test_a_run_scored_by_onnx_runtime",
     "reward.model": "models/test_external.py::test_a_batch_is_scored_as_each_text_by_hand",
@@ -109,6 +111,7 @@ SHOWN = {
     "checkpoint.best_metric": BEST,
     "checkpoint.best_mode": BEST,
     "tracking.trackers": "training/test_pipeline.py::test_tensorboard_gets_every_row",
+    "tracking.project": "training/test_pipeline.py::test_a_tracker_of_another_project_gets_every_row_with_the_settings",
 }
 
 
@@ -160,6 +163,7 @@ def dataset(name: str) -> list[Row]:
 
 ADAPTED = {"sharing.mode": "adapters", "trunk": None}
 TRAINED = {"trunk.train": True}
+MOVING = {"reference.prior": "moving"}
 SEVERAL = {"critic.heads": "vector"}
 ADAPTIVE = {"ppo.kl_controller": "adaptive", "ppo.kl_estimator": "k2", "ppo.steps": 3}
 OWN_REWARD = {
@@ -187,6 +191,10 @@ ROWS = [
     Row("precision.compute", "float32", "bfloat16", compute_type),
     Row("precision.critic", "float32", "bfloat16", metric("value_loss_per_token")),
     Row("reference.model", "", "FOLDER/other", metric("reference_score_flops")),
+    Row("reference.prior", "step_0", "uniform", metric("kl_per_token_mean")),
+    Row("reference.decay", 0.5, 0.9, metric("kl_per_token_mean"), also=MOVING),
+    Row("reference.copy_every", 0, 1, metric("kl_per_token_mean"), also=MOVING),
+    Row("reference.log_step_0", True, False, metric("reference_score_flops"), also=MOVING),
     Row("precision.frozen", "bfloat16", "int8", types_held),
     Row("precision.reference", "bfloat16", "int8", metric("kl_per_token_mean")),
     Row("precision.loss_scale", 64.0, 32.0, metric("loss_scale"), also={"precision.compute": "float16"}),

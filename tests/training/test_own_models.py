@@ -48,7 +48,7 @@ def scored_by(folder: Path, family: str = "bert", **reward: Any) -> Tree:
 
 def referring_to(folder: Path, model: Path | str, **changes: Any) -> Tree:
     tree = settings(folder, by_function("pays_by_hash", steps=1))
-    return merged(merged(tree, {"reference": {"model": str(model)}}), changes)
+    return merged(merged(tree, {"reference": {"model": str(model), "log_step_0": False}}), changes)
 
 
 # --- the reward model -------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_larger_reference_is_told_not_refused(tmp_path: Path, beside: str) -> 
     trainer = make_trainer(make_config(referring_to(tmp_path, other, **BESIDE[beside])))
     report = trainer.check()
     assert report.own_reference and report.kl_gap_mean > 0.1
-    assert "|log ratio| to reference.model" in report.describe() and "another model: not 0" in report.describe()
+    assert "|log ratio| to the reference" in report.describe() and "another policy: not 0" in report.describe()
     found, expected = log_prob_by_hand(other, trainer)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     row = trainer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diagnostics.stand_in_tracker import StandIn
+from fourfold.diagnostics.run_state import read_state
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import RunFailed
 from fourfold.scoring.sources import FunctionReward
@@ -203,6 +206,16 @@ def test_failed_scores_stop_the_run_or_are_dropped(tmp_path: Path) -> None:
     assert all(row["dropped_rows"] == row["invalid_scores"] for row in rows)
 
 
+def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
+    tree = merged(settings(tmp_path), by_function("pays_none_for_some"))
+    with pytest.raises(RunFailed):
+        run(tree)
+    state = read_state(tmp_path / "run")
+    assert (state.state, state.stages) == ("failed", ("ppo",)) and "no valid score" in state.said
+    run(merged(tree, {"output": str(tmp_path / "other"), "reward": {"on_failure": "drop"}}))
+    assert read_state(tmp_path / "other").state == "finished"
+
+
 def test_a_failed_score_is_no_number_in_the_metrics_either(tmp_path: Path) -> None:
     """FAULTS M5: mean, spread and range are those of the valid scores; None does not count as 0."""
     changes = merged(by_function("pays_for_a", steps=1), {"reward": {"on_failure": "drop"}})
@@ -258,6 +271,20 @@ def test_tensorboard_gets_every_row(tmp_path: Path) -> None:
     assert [event.step for event in found.Scalars("ppo_step/score_mean")] == [1, 2, 3]
     rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
     assert {f"ppo_step/{name}" for name in rows[0].keys() - {"kind", "step"}} <= set(found.Tags()["scalars"])
+
+
+def test_a_tracker_of_another_project_gets_every_row_with_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = StandIn("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    tracking = {"tracking": {"trackers": ["wandb"], "project": "small models"}}
+    run(merged(settings(tmp_path), merged(by_function("pays_for_a"), tracking)))
+    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl", "ppo_step")
+    sent = {step: row["ppo_step/score_mean"] for step, row in tracker.rows if "ppo_step/score_mean" in row}
+    assert sent == {row["step"]: row["score_mean"] for row in rows} and len(sent) == 3
+    [asked] = tracker.asked
+    assert (asked["project"], asked["name"], asked["config"]["ppo"]["steps"]) == ("small models", "run", 3)
 
 
 def test_a_changed_reference_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:

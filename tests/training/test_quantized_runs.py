@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from fourfold.algorithms.statistics import spearman
 from fourfold.cli.main import main
+from fourfold.config.loading import saved_config
 from fourfold.errors import Interrupted
 from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.loading import load_base
 from fourfold.planner.quantization import QUANTIZED
 from fourfold.training import quantization_bench as bench
-from fourfold.training.folder import RunFolder, saved_config
+from fourfold.training.folder import RunFolder
 from fourfold.training.results import export_actor, load_actor
 from tiny import tiny_directory
 from training.runs import (

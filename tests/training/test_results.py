@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fourfold.algorithms.masking import position_ids
 from fourfold.batch import Rollout
+from fourfold.config.loading import saved_config
 from fourfold.models.loading import load_base
 from fourfold.models.roles import Activations
 from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.sampler import PromptBatch
-from fourfold.training.folder import RunFolder, saved_config
+from fourfold.training.folder import RunFolder
 from fourfold.training.results import export_actor, load_actor, sample_beside_reference
 from tiny import EOS, PAD
 from training.runs import SHARINGS, by_function, merged, run, settings

@@ -10,6 +10,7 @@ from fourfold.config.checks.memory import attention, in_backward, optimizer_stat
 from fourfold.config.checks.own_models import reference_engine, reward_model
 from fourfold.config.checks.parts import reward_parts
 from fourfold.config.checks.precision import precision
+from fourfold.config.checks.prior import prior
 from fourfold.config.checks.sampling import sampling
 from fourfold.config.checks.service import (
     reference_at_llama_cpp,
@@ -49,6 +50,7 @@ def problems(config: RunConfig) -> list[str]:
         *reward_parts(config),
         *reward_model(config),
         *reference_engine(config),
+        *prior(config),
         *ppo(config),
         *values(config),
         *sampled_weights(config),

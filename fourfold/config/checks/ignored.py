@@ -65,6 +65,10 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         )
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
+    if not {"wandb", "trackio"} & set(config.tracking.trackers):
+        because("tracking.trackers holds neither 'wandb' nor 'trackio'", "tracking", "project")
+    if config.data.texts_test is None:
+        because("without data.texts_test there are no held-out texts", "evaluation", "max_texts")
     if config.data.prompts_test is None:
         reason = "without data.prompts_test nothing is evaluated"
         because(reason, "evaluation", *type(config.evaluation).model_fields)
@@ -84,6 +88,7 @@ def _of_precision(config: RunConfig, because: Because) -> None:
 
 def _of_the_reference(config: RunConfig, because: Because) -> None:
     given = config.reference
+    _of_the_prior(config, because)
     if given.engine != "torch":
         reason = f"reference.engine = {given.engine!r} runs on the CPU and holds its weights itself"
         because(reason, "precision", "reference")
@@ -92,6 +97,24 @@ def _of_the_reference(config: RunConfig, because: Because) -> None:
     if not config.reference_differs:
         reason = f"precision.reference = {config.precision.reference!r} computes as the actor does"
         because(reason, "precision", "max_reference_bias")
+
+
+def _of_the_prior(config: RunConfig, because: Because) -> None:
+    given, kind = config.reference, config.reference.kind
+    if kind in ("checkpoint", "model"):
+        because(f"reference.{kind} names the policy that the KL is taken to", "reference", "prior")
+    if kind != "moving":
+        because(f"reference.prior = {given.prior!r} does not move", "reference", "decay", "copy_every")
+    elif given.copy_every:
+        because("reference.copy_every copies the actor and forms no average", "reference", "decay")
+    if kind == "step_0":
+        because("the KL is taken to the actor of step 0 already", "reference", "log_step_0")
+    elif given.residency == "service":
+        because("reference.residency = 'service' leaves no weights here", "reference", "log_step_0")
+    if kind == "uniform":
+        because("reference.prior = 'uniform' has no weights", "precision", "reference")
+        if not given.log_step_0:
+            because("reference.prior = 'uniform' has no weights", "reference", "residency")
 
 
 def _of_the_reward(reward: RewardSection, because: Because) -> None:

@@ -17,13 +17,14 @@ def roles_at_a_service(config: RunConfig) -> list[str]:
 
 def roles_of_a_service(config: RunConfig) -> list[str]:
     """Names of the frozen roles that a `fourfold serve` can hold, of the run's own model or of one of their own."""
-    can = {"reference": config.reference.engine == "torch", "reward": config.reward.has_model}
+    still = config.reference.kind not in ("uniform", "moving")
+    can = {"reference": still and config.reference.engine == "torch", "reward": config.reward.has_model}
     return [role for role, held in can.items() if held]
 
 
 def roles_of_the_base(config: RunConfig) -> list[str]:
     """Names of the frozen roles that torch makes of the run's own model."""
-    by_torch = not config.reference.model and config.reference.engine == "torch"
+    by_torch = config.reference.kind not in ("model", "uniform") and config.reference.engine == "torch"
     made = {"reference": by_torch, "reward": config.reward.of_the_base}
     return [role for role, of_the_base in made.items() if of_the_base]
 

@@ -213,11 +213,41 @@ RESIDENCY = (
 )
 
 
+Prior = Literal["step_0", "checkpoint", "model", "uniform", "moving"]
+
+
 class ReferenceSection(Section):
+    prior: Literal["step_0", "uniform", "moving"] = Field(
+        default="step_0",
+        description="What the KL is taken to, where neither reference.checkpoint nor reference.model names another "
+        "policy. 'step_0': the actor as it is at step 0, frozen. 'uniform': every token has the same probability; no "
+        "weights. 'moving': weights that follow the actor's, as an average (decay) or a copy now and then "
+        "(copy_every).",
+    )
+    decay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.95,
+        description="With prior = 'moving', after every step: the reference's weights become decay times themselves "
+        "and 1 - decay times the actor's.",
+    )
+    copy_every: Count = Field(
+        default=0,
+        description="With prior = 'moving': the reference is the actor as it was at the last step that is a multiple "
+        "of this; 0: the average of reference.decay.",
+    )
+    checkpoint: str = Field(
+        default="",
+        description="Another policy of this run's model for the reference, frozen: the folder sft/model or ppo/model "
+        "of a run of the same sharing, or a checkpoint of a stage sft.",
+    )
     model: str = Field(
         default="",
-        description="A whole model of its own for the reference, named as in model.path, with the same vocabulary; "
-        "'': the actor as it is at step 0.",
+        description="A whole model of its own for the reference, named as in model.path, with the same vocabulary.",
+    )
+    log_step_0: bool = Field(
+        default=True,
+        description="Where the KL is taken to another policy than the actor at step 0: hold that one too, as its own "
+        "part of the actor's weights where reference.residency says, and log the KL to it. Not beside "
+        "reference.residency = 'service'.",
     )
     engine: Literal["torch", "llama_cpp", "llama_cpp_q8_0"] = Field(
         default="torch",
@@ -228,6 +258,23 @@ class ReferenceSection(Section):
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reference's own weights are: {RESIDENCY}"
     )
+
+    @property
+    def kind(self) -> Prior:
+        """Which policy the KL is taken to: one that a key names by its place, or what `prior` says."""
+        if self.model:
+            return "model"
+        return "checkpoint" if self.checkpoint else self.prior
+
+    @property
+    def starts_as_the_actor(self) -> bool:
+        """Whether its weights are the actor's at step 0, so that the KL is 0 there."""
+        return self.kind in ("step_0", "moving")
+
+    @property
+    def holds_step_0(self) -> bool:
+        """Whether the actor of step 0 is held beside a prior that is another policy."""
+        return self.kind != "step_0" and self.log_step_0 and self.residency != "service"
 
     @property
     def computes_elsewhere(self) -> bool:

@@ -71,6 +71,10 @@ class EvaluationSection(Section):
     )
     max_prompts: PositiveInt = Field(default=64, description="Held-out prompts used.")
     responses_per_prompt: PositiveInt = Field(default=1, description="Responses drawn for each of them.")
+    max_texts: Count = Field(
+        default=64,
+        description="Of data.texts_test, where it is given: texts whose loss under the actor is measured; 0: none.",
+    )
     judge: Literal["none", "vader"] = Field(
         default="none", description="A judge other than the reward model: 'vader', the lexicon's compound score."
     )
@@ -91,6 +95,12 @@ class CheckpointSection(Section):
 
 
 class TrackingSection(Section):
-    trackers: tuple[Literal["tensorboard"], ...] = Field(
-        default=(), description="Where metrics go besides metrics.jsonl.", strict=False
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(),
+        description="Where metrics go besides metrics.jsonl. 'wandb' writes into the run's folder and sends nothing "
+        "unless the variable WANDB_MODE says so, 'trackio' into TRACKIO_DIR; each is an extra of its own.",
+        strict=False,
+    )
+    project: Annotated[str, Field(min_length=1)] = Field(
+        default="fourfold", description="The project that the run belongs to at 'wandb' and 'trackio'."
     )

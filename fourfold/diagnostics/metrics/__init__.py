@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.dimensions import DIMENSIONS, STEERING
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
 from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
-__all__ = ["METRICS", "Metric", "check_row", "metrics_markdown", "table_name"]
+__all__ = ["METRICS", "Band", "Metric", "check_row", "metrics_markdown", "table_name"]
 
 _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
     "ppo_step": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.memory.meter import COUNTED_MODELS, COUNTED_PHASES, DIRECTIONS, WORKING
 
 _TIMED = {
@@ -209,6 +209,7 @@ def _offload() -> tuple[Metric, ...]:
             "below 1: the scoring could be hidden behind the next batch's sampling (`sampling.overlap_scoring`)",
             "keep one of the roles on the device, or raise `ppo.micro_batch_size`",
             promised=False,
+            band=Band(high=1),
         ),
     )
 

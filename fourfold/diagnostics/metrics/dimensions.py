@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import LEARNED_TOKENS
 
 _CRITIC_TOKENS = "response tokens of the mini-batches that the critic went through"
@@ -27,6 +27,7 @@ DIMENSIONS = (
         "rises above 0.3; 1 is perfect",
         "far below the others': its loss is drowned; set `critic.loss_balance` or its `critic.loss_weights`",
         promised=False,
+        band=Band(low=0.3),
     ),
     Metric(
         "advantage_std/NAME",
@@ -54,6 +55,7 @@ DIMENSIONS = (
         "below 0.3",
         "larger: its returns are wide against its clip range; give it one in `critic.value_clip_eps`",
         promised=False,
+        band=Band(high=0.3),
     ),
     Metric(
         "value_loss_weight/NAME",

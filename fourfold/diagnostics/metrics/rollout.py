@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.metric import Band, Metric
 
 # What was sampled, what of it has a score, and what of that is learned from: `ppo.truncation` = "drop" and scores that
 # are not valid make three different numbers of these.
@@ -11,6 +11,9 @@ VALID = "responses of the rollout with a valid score"
 LEARNED = "responses learned from"
 SAMPLED_TOKENS = "response tokens of the rollout"
 LEARNED_TOKENS = "response tokens of the responses learned from"
+
+# Besides the types of `precision.compute`, what a band can depend on: a sampler that draws from another distribution.
+QUANTISED = "quantised sampler"
 
 # Of each part of a combined reward: moment, its formula, what is healthy, what to do if not.
 PARTS = (
@@ -97,6 +100,7 @@ ROLLOUT = (
         "none",
         "0",
         "mend the reward; `reward.on_failure` and `reward.retries` say what happens meanwhile",
+        band=Band(high=0),
     ),
     Metric(
         "dropped_rows",
@@ -121,6 +125,7 @@ ROLLOUT = (
         SAMPLED,
         "near 0 at first, then below about 10",
         "too large: raise `ppo.kl_coef` or set `ppo.kl_controller` = 'adaptive' with `ppo.kl_target`",
+        band=Band(high=10),
     ),
     Metric(
         "kl_per_token_mean",
@@ -129,6 +134,7 @@ ROLLOUT = (
         SAMPLED_TOKENS,
         "near 0 at first, then below about 0.5",
         "as for kl_per_sequence_mean",
+        band=Band(high=0.5),
     ),
     Metric(
         "kl_k1_per_sequence_mean",
@@ -145,6 +151,17 @@ ROLLOUT = (
         SAMPLED,
         "about kl_k1_per_sequence_mean",
         "far above it: a few tokens have nearly left the reference; raise `ppo.kl_coef`",
+    ),
+    Metric(
+        "kl_step_0_per_sequence_mean",
+        "nats",
+        "sum over tokens of log p(actor) - log p(actor at step 0): how far the actor has gone, where the KL that is "
+        "penalised is taken to another prior (`reference`, `reference.log_step_0`)",
+        SAMPLED,
+        "below about 10, as a KL to the actor at step 0 should be",
+        "grows while kl_per_sequence_mean stays small: the reference goes along; set `reference.prior` = 'step_0'",
+        promised=False,
+        band=Band(high=10),
     ),
     Metric(
         "kl_coef",
@@ -177,6 +194,7 @@ ROLLOUT = (
         SAMPLED,
         "above 0.9 once trained",
         "low: set `ppo.missing_eos_penalty` or raise `sampling.max_new_tokens`",
+        band=Band(low=0.9),
     ),
     Metric(
         "sampler_gap_mean",
@@ -185,6 +203,7 @@ ROLLOUT = (
         SAMPLED_TOKENS,
         "below 1e-4 in float32, 0.05 in bfloat16",
         "larger: sampler and trainer disagree, so ratios start off 1; try `precision.compute` = 'float32'",
+        band={"float32": Band(high=1e-4), "bfloat16": Band(high=0.05)},
     ),
     Metric(
         "sampler_gap_max",
@@ -193,6 +212,7 @@ ROLLOUT = (
         "none",
         "below 1e-3 in float32, 1 in bfloat16",
         "as for sampler_gap_mean",
+        band={"float32": Band(high=1e-3), "bfloat16": Band(high=1)},
     ),
     Metric(
         "sampler_kl_k3_per_token_mean",
@@ -201,6 +221,7 @@ ROLLOUT = (
         SAMPLED_TOKENS,
         "below 1e-7 in float32, 0.01 in bfloat16, 0.05 from a quantised sampler",
         "larger: the actor learns from another policy's responses; set `ppo.importance` = 'token'",
+        band={"float32": Band(high=1e-7), "bfloat16": Band(high=0.01), QUANTISED: Band(high=0.05)},
     ),
 )
 
@@ -241,6 +262,7 @@ EVALUATION = (
         "held-out responses",
         "below about 10",
         "as for kl_per_sequence_mean",
+        band=Band(high=10),
     ),
     Metric(
         "eval_ref_log_prob_per_token",
@@ -251,12 +273,41 @@ EVALUATION = (
         "rises towards 0: responses get bland; falls: they get strange; raise `ppo.kl_coef`",
     ),
     Metric(
+        "eval_kl_step_0_per_sequence",
+        "nats",
+        "sum over tokens of log p(actor) - log p(actor at step 0), where the KL is taken to another prior",
+        "held-out responses",
+        "below about 10",
+        "as for kl_step_0_per_sequence_mean",
+        promised=False,
+        band=Band(high=10),
+    ),
+    Metric(
+        "eval_step_0_log_prob_per_token",
+        "nats",
+        "sum over tokens of the log-prob under the actor at step 0, where the KL is taken to another prior",
+        "held-out response tokens",
+        "stays near the start's",
+        "falls: the texts are ever less what sft has taught; set `reference.prior` = 'step_0'",
+        promised=False,
+    ),
+    Metric(
+        "eval_text_nll_per_token",
+        "nats",
+        "sum over tokens but the first of -log p(actor) of `data.texts_test` (at most `evaluation.max_texts`)",
+        "tokens of the texts but the first of each",
+        "rises by less than a few tenths",
+        "rises far: the actor forgets the language of the texts; raise `ppo.kl_coef`, take a lower learning rate",
+        promised=False,
+    ),
+    Metric(
         "eval_distinct_2",
         "share",
         "different pairs of neighbouring tokens in all responses",
         "all pairs of neighbouring tokens",
         "above 0.85 of the start's",
         "falls: responses repeat themselves; raise `ppo.kl_coef` or `ppo.entropy_coef`, take fewer `ppo.steps`",
+        band=Band(low=0.85, of_start=True),
     ),
     Metric(
         "eval_mean_length",
@@ -273,6 +324,7 @@ EVALUATION = (
         "held-out responses",
         "above 0.9 once trained",
         "as for eos_share",
+        band=Band(low=0.9),
     ),
     Metric(
         "eval_explained_variance",

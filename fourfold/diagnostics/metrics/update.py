@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import LEARNED_TOKENS
 
 _ACTOR_TOKENS = "response tokens of the mini-batches that the actor went through"
@@ -37,6 +37,7 @@ POLICY = (
         "0.001 to 0.03",
         "larger: lower `ppo.learning_rate` or `ppo.num_epochs`, or set `ppo.target_kl`; smaller: raise them",
         promised=False,
+        band=Band(0.001, 0.03),
     ),
     Metric(
         "ratio_mean",
@@ -46,6 +47,7 @@ POLICY = (
         "0.98 to 1.02",
         "off in the first epoch: sampler and trainer disagree; later: lower `ppo.learning_rate`",
         promised=False,
+        band=Band(0.98, 1.02),
     ),
     Metric(
         "ratio_max",
@@ -55,6 +57,7 @@ POLICY = (
         "below about 5",
         "larger: lower `ppo.learning_rate` or set `ppo.dual_clip`",
         promised=False,
+        band=Band(high=5),
     ),
     Metric(
         "policy_clip_fraction",
@@ -64,6 +67,7 @@ POLICY = (
         "0.02 to 0.3",
         "larger: lower `ppo.learning_rate` or `ppo.num_epochs`; 0 for long: raise `ppo.learning_rate`",
         promised=False,
+        band=Band(0.02, 0.3),
     ),
     Metric(
         "dual_clip_fraction",
@@ -82,6 +86,7 @@ POLICY = (
         "0.9 to 1.1",
         "lower: many weights are capped; higher or far lower: look at sampler_gap_mean",
         promised=False,
+        band=Band(0.9, 1.1),
     ),
     Metric(
         "importance_capped_share",
@@ -91,6 +96,7 @@ POLICY = (
         "below 0.05",
         "larger: the sampler's distribution is another one; look at sampler_gap_mean and raise `ppo.importance_cap`",
         promised=False,
+        band=Band(high=0.05),
     ),
     Metric(
         "effective_sample_share",
@@ -100,6 +106,7 @@ POLICY = (
         "above 0.8",
         "lower: few responses decide the update; set `ppo.importance` = 'token', or sample in more bits",
         promised=False,
+        band=Band(low=0.8),
     ),
     Metric(
         "actor_grad_norm",
@@ -252,6 +259,7 @@ VALUE = (
         "below 0.3",
         "larger: returns are wide against `ppo.value_clip_eps`; raise it or set `ppo.reward_normalization`",
         promised=False,
+        band=Band(high=0.3),
     ),
     Metric(
         "explained_variance",
@@ -260,6 +268,7 @@ VALUE = (
         LEARNED_TOKENS,
         "rises above 0.3; 1 is perfect",
         "below 0 for long: raise `critic.learning_rate` or `critic.warmup_rollouts`, set `critic.init` = 'reward'",
+        band=Band(low=0.3),
     ),
     Metric(
         "value_return_spearman",
@@ -268,6 +277,7 @@ VALUE = (
         LEARNED_TOKENS,
         "rises above 0.3",
         "near 0: the critic does not order states; as for explained_variance",
+        band=Band(low=0.3),
     ),
     Metric(
         "value_bias",
@@ -381,5 +391,6 @@ LOSS_SCALE = (
         "below 0.05",
         "larger: raise `precision.loss_scale`, or take bfloat16",
         promised=False,
+        band=Band(high=0.05),
     ),
 )

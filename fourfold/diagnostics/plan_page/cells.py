@@ -134,9 +134,12 @@ def _about(scene: Scene, who: str) -> str:
         return f"{cut.branch} of {scene.base.layers} layers"
     if who == "reward" and scene.config.reward.source == "model" and who not in scene.models:
         return "a model of its own"
+    if who == "reference" and scene.config.reference.kind == "uniform":
+        return "uniform" + (", and the actor of step 0" if scene.config.reference.holds_step_0 else "")
     kind = {"none": "a model", "trunk": f"{cut.branch} layers", "adapters": "adapters"}[scene.config.sharing.mode]
     kind = "a model" if who in scene.models else kind
-    return f"{kind}, {parameters(own_parameters(scene, who))}"
+    moves = ", follows the actor" if who == "reference" and scene.config.reference.kind == "moving" else ""
+    return f"{kind}, {parameters(own_parameters(scene, who))}{moves}"
 
 
 def parameters(count: int) -> str:
@@ -147,6 +150,8 @@ def parameters(count: int) -> str:
 def _place(scene: Scene, who: str) -> str:
     if who == "reward" and not scene.config.reward.has_model:
         return "outside"
+    if who == "reference" and scene.config.reference.kind == "uniform" and not scene.config.reference.holds_step_0:
+        return "no weights"
     device = "memory" if scene.on_cpu else "device"
     if elsewhere(scene, who):
         return {"service": "at a service", "cpu": "on the host's processor"}[residency(scene, who)]

@@ -7,9 +7,9 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from fourfold.config.template import toml_value
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.tables import NOTHING, Row, table
 from fourfold.diagnostics.plan_bars import lever_shown
-from fourfold.diagnostics.plan_page.elements import h
-from fourfold.diagnostics.plan_page.tables import NOTHING, Row, table
 from fourfold.planner.links import REACHED
 from fourfold.planner.plan import Plan
 from fourfold.planner.saved import plan_toml
@@ -75,7 +75,7 @@ def ground_section(plan: Plan, notes: Sequence[str]) -> Iterator[Element]:
     """Hardware in numbers, what real work is taken to reach of them, and where figures are from."""
     facts = [h("div", h("dt", name), h("dd", said)) for name, said in _hardware(plan)]
     yield h("dl", facts, class_="facts")
-    yield h("ul", [h("li", note) for note in (*notes, *_assumed(plan))])
+    yield h("ul", [h("li", note) for note in (*notes, *_assumed(plan))], class_="dashes")
 
 
 def _hardware(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.svg import arrow, drawing, line, rect, text
 from fourfold.diagnostics.plan_page.cells import Cell, Model, four_models, passes, shared_layers, where
-from fourfold.diagnostics.plan_page.elements import h
-from fourfold.diagnostics.plan_page.svg import arrow, drawing, line, rect, text
 from fourfold.diagnostics.plan_page.tensors import PROMPTS, Tensor, named, small, trunk_cache
 from fourfold.planner.bill import Phase
 from fourfold.planner.costs import WORKING

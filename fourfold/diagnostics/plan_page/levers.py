@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.svg import rect, strip
 from fourfold.diagnostics.plan_bars import FAR, lever_shown, settings_shown
-from fourfold.diagnostics.plan_page.elements import h
-from fourfold.diagnostics.plan_page.svg import rect, strip
 from fourfold.planner.levers import lever
 from fourfold.planner.plan import LeverStep, Plan
 from fourfold.planner.units import seconds, size

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.svg import drawing, line, nice, rect, text
 from fourfold.diagnostics.plan_bars import FAR, GROUPS
-from fourfold.diagnostics.plan_page.elements import h
-from fourfold.diagnostics.plan_page.svg import drawing, line, rect, text
 from fourfold.planner.bill import HOLDERS, Item, Moment, Phase, Tier
 from fourfold.planner.plan import Plan
 from fourfold.planner.units import size
@@ -134,12 +133,6 @@ def _grid(frame: Frame, unit: str, one: int) -> Iterator[Element]:
         yield text(frame.left - 8, y + 4, f"{count * step:,g}", "tick", "end")
         count += 1
     yield text(0, 12, unit, "tick")
-
-
-def nice(rough: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
-    power = 10 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def _bar(plan: Plan, frame: Frame, index: int, moment: Moment, tier: Tier, by: By) -> Iterator[Element]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.pages.document import document, section, tile
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.svg import rect, strip
 from fourfold.diagnostics.plan_bars import lever_shown
 from fourfold.diagnostics.plan_page.cells import parameters, where
 from fourfold.diagnostics.plan_page.choices import alternatives_section, ground_section, settings_section
-from fourfold.diagnostics.plan_page.elements import Child, h, serialised
 from fourfold.diagnostics.plan_page.levers import waterfall
 from fourfold.diagnostics.plan_page.sections import flow_section, memory_section
 from fourfold.diagnostics.plan_page.spending import time_section, traffic_section
-from fourfold.diagnostics.plan_page.svg import rect, strip
 from fourfold.diagnostics.plan_page.tables import bytes_section
 from fourfold.planner.holding import trained_parameters
 from fourfold.planner.plan import Plan
@@ -32,22 +32,7 @@ def plan_page(plans: Sequence[Plan], notes: Sequence[str] = (), helps: Sequence[
         device = f"{plan.scene.layout.devices} x {device}"
     title = f"{model} on {device}" if model else device
     body = [_header(plan, title, helps), h("main", _sections(plans, notes)), _footer()]
-    return serialised(h("html", _head(title), h("body", body, h("script", _file("page.js"))), lang="en"))
-
-
-def _file(name: str) -> str:
-    return files(__name__.rpartition(".")[0]).joinpath(name).read_text(encoding="utf-8")
-
-
-def _head(title: str) -> Element:
-    return h(
-        "head",
-        h("meta", charset="utf-8"),
-        h("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        h("meta", name="color-scheme", content="light dark"),
-        h("title", f"{title}: plan"),
-        h("style", _file("page.css")),
-    )
+    return document(f"{title}: plan", body, __name__.rpartition(".")[0])
 
 
 def _header(plan: Plan, title: str, helps: Sequence[Remedy]) -> Element:
@@ -57,7 +42,7 @@ def _header(plan: Plan, title: str, helps: Sequence[Remedy]) -> Element:
         h("p", "Fourfold plan", class_="eyebrow"),
         h("h1", title),
         h("p", h("span", verdict, class_=f"badge {style}"), " ", _verdict(plan), class_="verdict"),
-        h("dl", [_tile(*each) for each in _tiles(plan)], class_="tiles"),
+        h("dl", [tile(*each) for each in _tiles(plan)], class_="tiles"),
         _remedies(helps) if helps else None,
     )  # fmt: skip
 
@@ -93,36 +78,28 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, Element | None]]:
         yield "Disk", size(disk), "for what is parked", None
 
 
-def _tile(name: str, figure: str, said: str, more: Element | None) -> Element:
-    return h("div", h("dt", name), h("dd", h("strong", figure), h("span", said), more))
-
-
 def _remedies(helps: Sequence[Remedy]) -> Element:
     items = [
         h("li", h("code", each.text), ": ", "it fits" if not each.missing else f"{size(each.missing)} still missing")
         for each in helps
     ]
-    return h("section", h("h2", "What would help, each alone"), h("ul", items), class_="remedies")
+    return h("section", h("h2", "What would help, each alone"), h("ul", items), class_="remedies dashes")
 
 
 def _sections(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[Element]:
     plan = plans[0]
-    yield _section("flow", "Four models, three phases", flow_section(plan))
-    yield _section("memory", "Memory over a step", memory_section(plan))
-    yield _section("levers", "What each lever takes away", [waterfall(plan)])
-    yield _section("time", "Where the seconds go", time_section(plan))
-    yield _section("traffic", "What crosses links", traffic_section(plan))
-    yield _section("bytes", "Bytes", bytes_section(plan))
-    yield _section("run", "Settings", settings_section(plan))
+    yield section("flow", "Four models, three phases", flow_section(plan))
+    yield section("memory", "Memory over a step", memory_section(plan))
+    yield section("levers", "What each lever takes away", [waterfall(plan)])
+    yield section("time", "Where the seconds go", time_section(plan))
+    yield section("traffic", "What crosses links", traffic_section(plan))
+    yield section("bytes", "Bytes", bytes_section(plan))
+    yield section("run", "Settings", settings_section(plan))
     if len(plans) > 1:
-        yield _section("others", "The next plans", alternatives_section(plans))
+        yield section("others", "The next plans", alternatives_section(plans))
     if plan.warnings:
-        yield _section("warnings", "Warnings", [h("ul", [h("li", each) for each in plan.warnings])])
-    yield _section("ground", "Hardware and assumptions", ground_section(plan, notes))
-
-
-def _section(name: str, title: str, content: Iterable[Child]) -> Element:
-    return h("section", h("h2", title, id=f"{name}-heading"), content, id=name, aria_labelledby=f"{name}-heading")
+        yield section("warnings", "Warnings", [h("ul", [h("li", each) for each in plan.warnings], class_="dashes")])
+    yield section("ground", "Hardware and assumptions", ground_section(plan, notes))
 
 
 def _footer() -> Element:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.pages.document import switch
+from fourfold.diagnostics.pages.elements import h
 from fourfold.diagnostics.plan_bars import FAR
 from fourfold.diagnostics.plan_page.cells import Model, four_models, shared_layers
-from fourfold.diagnostics.plan_page.elements import h
 from fourfold.diagnostics.plan_page.flow import cell_lines, flow_drawing, style_of
 from fourfold.diagnostics.plan_page.memory import KEYS, ORDER, By, budget_of, memory_chart, shown_budget
 from fourfold.diagnostics.plan_page.tensors import BATCH, Tensor, dimensions, small, trunk_cache
@@ -69,10 +70,7 @@ def _tensor(plan: Plan, tensor: Tensor) -> Element:
 
 def memory_section(plan: Plan) -> Iterator[Element]:
     """A chart of each tier, by kind and by holder."""
-    yield h("input", type="radio", name="by", id="by-kind", checked="")
-    yield h("label", "by kind", for_="by-kind")
-    yield h("input", type="radio", name="by", id="by-holder")
-    yield h("label", "by holder", for_="by-holder")
+    yield switch("by", "What the bars are divided by", {"by-kind": "by kind", "by-holder": "by holder"})
     for tier, name in TIER_NAMES.items():
         held = plan.footprint.peak(tier=tier)[1]
         if {item.kind for item in plan.footprint.items if item.tier == tier and item.bytes} == {"framework"}:

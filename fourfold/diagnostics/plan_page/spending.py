@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.svg import rect, strip
+from fourfold.diagnostics.pages.tables import Row, measure, table
 from fourfold.diagnostics.plan_page.cells import passes
-from fourfold.diagnostics.plan_page.elements import h
-from fourfold.diagnostics.plan_page.svg import rect, strip
-from fourfold.diagnostics.plan_page.tables import Row, table
 from fourfold.planner.bill import Phase
 from fourfold.planner.plan import Plan
 from fourfold.planner.units import quantity, seconds
@@ -50,7 +50,7 @@ def _overlap(costs: Costs) -> str:
 
 def _work(plan: Plan) -> Element:
     most = max(each.seconds for each in plan.costs.work)
-    rows = [Row(str(each.moment), [*_of(each), _measure(each.seconds / most, seconds(each.seconds)), each.bound])
+    rows = [Row(str(each.moment), [*_of(each), measure(each.seconds / most, seconds(each.seconds)), each.bound])
             for each in plan.costs.work]  # fmt: skip
     heads = ("work", "passes", "tokens", "FLOP", "read", "time", "waits for")
     return table("Work of one PPO step" + _each(plan), heads, rows)
@@ -66,11 +66,6 @@ def _of(work: Work) -> list[str]:
     return [passes(work), f"{work.tokens:,}", quantity(work.flops).strip(), f"{quantity(work.bytes_read)}B"]
 
 
-def _measure(share: float, said: str) -> Element:
-    """A figure with a bar behind it."""
-    return h("span", said, class_="measure", style=f"--share:{max(share, 0.005):.3f}")
-
-
 def traffic_section(plan: Plan) -> Iterator[Element]:
     """What crosses links, most seconds first; nothing is said where nothing does."""
     flows = sorted(plan.costs.flows, key=lambda flow: (-flow.seconds, -flow.bytes))
@@ -84,7 +79,7 @@ def traffic_section(plan: Plan) -> Iterator[Element]:
             [
                 flow.phase,
                 flow.link,
-                _measure(flow.bytes / most, f"{quantity(flow.bytes)}B"),
+                measure(flow.bytes / most, f"{quantity(flow.bytes)}B"),
                 f"{seconds(flow.seconds)}, hidden" if flow.hidden else seconds(flow.seconds),
             ],
         )

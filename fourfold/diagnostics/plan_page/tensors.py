@@ -11,14 +11,17 @@ from fourfold.planner.bill import Phase
 from fourfold.planner.scene import Scene
 from fourfold.planner.units import size
 
-Dim = Literal["rollout", "prompt", "response", "prompt+response", "hidden", "dimensions"]
+Dim = Literal["rollout", "prompt", "response", "prompt+response", "hidden", "parts", "*values"]
 Dtype = Literal["int64", "bool", "float32", "bfloat16", "float16"]
 BYTES: Mapping[Dtype, int] = {"int64": 8, "bool": 1, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor, who makes it and in which phase; "" is what is worked out from the others' tensors."""
+    """One tensor, who makes it and in which phase; "" is what is worked out from the others' tensors.
+
+    The dimension "*values" is there where the critic has several values for a token (`critic.heads`).
+    """
 
     name: str
     dtype: Dtype
@@ -29,12 +32,12 @@ class Tensor:
     @property
     def shape(self) -> str:
         """Its dimensions by name."""
-        return f"[{', '.join(self.dims)}]"
+        return f"[{', '.join(dim for dim in self.dims if dim != '*values')}]"
 
     def sizes(self, scene: Scene) -> tuple[int, ...]:
         """Its dimensions in numbers, of the whole rollout and all texts as long as the longest."""
         known = dimensions(scene)
-        return tuple(known[dim] for dim in self.dims)
+        return tuple(known[dim] for dim in self.dims if dim in known)
 
     def numbers(self, scene: Scene) -> str:
         """Its dimensions in numbers, for people."""
@@ -59,11 +62,12 @@ def dimensions(scene: Scene) -> dict[Dim, int]:
     prompt, response = scene.lengths.prompt, scene.lengths.response
     rows = scene.config.ppo.rollout_batch_size
     both = prompt + response
-    parts = len(scene.config.reward.dimensions)
-    return {
+    known: dict[Dim, int] = {
         "rollout": rows, "prompt": prompt, "response": response, "prompt+response": both, "hidden": scene.base.hidden,
-        "dimensions": parts,
+        "parts": len(scene.config.reward.dimensions),
     }  # fmt: skip
+    values = len(scene.config.value_dimensions)
+    return {**known, "*values": values} if values else known
 
 
 _ROWS: tuple[Dim, ...] = ("rollout",)
@@ -82,13 +86,14 @@ BATCH: tuple[Tensor, ...] = (
     Tensor("prompt_id", "int64", _ROWS, "", "generate"),
     Tensor("ref_log_probs", "float32", _RESPONSE, "reference", "score"),
     Tensor("kl", "float32", _RESPONSE, "", "score"),
-    Tensor("values", "float32", _RESPONSE, "critic", "score"),
-    Tensor("last_values", "float32", _ROWS, "critic", "score"),
+    Tensor("values", "float32", (*_RESPONSE, "*values"), "critic", "score"),
+    Tensor("last_values", "float32", (*_ROWS, "*values"), "critic", "score"),
     Tensor("scores", "float32", _ROWS, "reward", "score"),
-    Tensor("score_parts", "float32", ("rollout", "dimensions"), "reward", "score"),
-    Tensor("rewards", "float32", _RESPONSE, "", "learn"),
+    Tensor("score_parts", "float32", ("rollout", "parts"), "reward", "score"),
+    Tensor("score_weights", "float32", ("rollout", "parts"), "", "score"),
+    Tensor("rewards", "float32", (*_RESPONSE, "*values"), "", "learn"),
     Tensor("advantages", "float32", _RESPONSE, "", "learn"),
-    Tensor("returns", "float32", _RESPONSE, "", "learn"),
+    Tensor("returns", "float32", (*_RESPONSE, "*values"), "", "learn"),
 )
 PROMPTS = Tensor("prompts", "int64", ("rollout", "prompt"), "", "generate")
 

@@ -37,6 +37,10 @@ def moments_of(scene: Scene, cast: Cast) -> frozenset[Moment]:
         gone.add(Moment("score", "actor"))
     if config.sampling.overlap_scoring:
         gone |= {Moment("score", "reference"), Moment("score", "reward")}
+    if config.reference.kind == "uniform":
+        gone.add(Moment("score", "reference"))
+    if config.reference.holds_step_0:  # which is asked in its phase always
+        gone.discard(Moment("score", "reference"))
     if cast.trained_trunk is not None and not config.trunk.alternate:
         gone |= {Moment("learn", "critic"), Moment("learn", "actor")}
     else:

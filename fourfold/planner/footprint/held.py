@@ -35,14 +35,13 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield Item("trunk", "masters", 4 * numbers, ALWAYS, why=f"trained copy: {numbers:,} parameters x 4 bytes")
     for role in (cast.actor, cast.critic):
         yield from _trained_weights(scene, role)
-    for role in (cast.reference, cast.reward):
-        if role is not None:
-            yield from _frozen_weights(scene, cast, role)
+    for role in cast.frozen():
+        yield from _frozen_weights(scene, cast, role)
 
 
 def of_the_base(scene: Scene, role: Role) -> bool:
     """Whether a role is made of the run's own model."""
-    return role.name not in scene.models
+    return role.step_0 or role.name not in scene.models
 
 
 def _of_part(form: Form) -> str:
@@ -72,14 +71,15 @@ def _shared_bytes(cast: Cast) -> int:
 def _frozen_weights(scene: Scene, cast: Cast, role: Role) -> Iterator[Item]:
     """Where the residency puts them: kept, parked but in its moment, streamed there, on the host, or elsewhere."""
     residency = getattr(scene.config, role.name).residency
-    if role.name == "reference" and (engine := scene.config.reference.engine) != "torch":
+    engine = scene.config.reference.engine
+    if role.name == "reference" and engine != "torch" and not role.step_0:
         numbers = scene.models.get("reference", scene.base).parameters()
         why = f"GGUF: {numbers:,} parameters x {GGUF_BYTES[engine]:g} bytes"
         if residency != "service":
             size = round(numbers * GGUF_BYTES[engine])
             yield Item(role.name, "weights", size, ALWAYS, "device" if scene.on_cpu else "host", why=why)
         return
-    size, why = role.own_bytes(), _of_part(role.form)
+    size, why = role.own_bytes(), _of_part(role.form) + (", the policy of step 0" if role.step_0 else "")
     own_moment = frozenset({Moment("score", role.name)})
     below: Tier = "disk" if scene.on_cpu else "host"
     if residency == "keep":

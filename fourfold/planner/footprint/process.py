@@ -39,7 +39,7 @@ def loading(scene: Scene, cast: Cast) -> Iterator[Item]:
 
 def saving(scene: Scene, cast: Cast) -> Iterator[Item]:
     """Weights that lie below the device are read for their checksum, one tensor at a time."""
-    largest = max((_largest_tensor(scene, role) for role in (cast.reference, cast.reward) if role), default=0)
+    largest = max((_largest_tensor(scene, role) for role in cast.frozen()), default=0)
     why = "the largest parked tensor, read for the checksum"
     yield Item("run", "buffers", largest, frozenset({Moment("save")}), why=why)
 
@@ -80,12 +80,16 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
     own = 4 * cast.actor.trained_numbers()
     scorer = 4 * cast.critic.trained_numbers()
     half = WIDTHS[scene.compute] != 4
-    reference = cast.reference.own_bytes() if half and config.precision.reference not in QUANTIZED else own
+    reference = own if cast.reference is not None else 0
+    if half and cast.reference is not None and config.precision.reference not in QUANTIZED:
+        reference = cast.reference.own_bytes()
     if config.reference.engine != "torch":
         # What the file is made of, and compared with.
         reference = 4 * scene.models.get("reference", scene.base).parameters()
     elif config.reference.residency == "service":
         reference = 0
+    if cast.step_0 is not None:
+        reference += cast.step_0.own_bytes() if half else own
     reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
     # Rounding a matrix: the narrow one and what is compared, 2 + 2 + 3 bytes a number, or 2 and 4 of it widened again.
     rounded = (7 if half else 6) * cast.actor.largest() if reference or reward else 0

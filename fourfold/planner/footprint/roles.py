@@ -17,7 +17,10 @@ TRANSPOSED = ("gpt2",)
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A role's own layers, its head, and what they are held in; `own_head`: no other role has it too."""
+    """A role's own layers, its head, and what they are held in; `own_head`: no other role has it too.
+
+    The policy of step 0 that is held beside another prior is a second "reference", which `step_0` tells from the first.
+    """
 
     name: str
     form: Form
@@ -25,6 +28,7 @@ class Role:
     own_head: bool = False
     tied: bool = False  # the head is the part's own table
     numbers: NumberHead = ONE_NUMBER  # of a critic or reward model
+    step_0: bool = False
 
     @property
     def scalar(self) -> bool:
@@ -121,13 +125,18 @@ class Cast:
     trained_trunk: Form | None
     actor: Role
     critic: Role
-    reference: Role
+    reference: Role | None  # None: uniform
+    step_0: Role | None
     reward: Role | None
     shared_head: HeadForm | None
 
     def roles(self) -> tuple[Role, ...]:
         """Those that there are."""
-        return tuple(role for role in (self.actor, self.critic, self.reference, self.reward) if role is not None)
+        return (self.actor, self.critic, *self.frozen())
+
+    def frozen(self) -> tuple[Role, ...]:
+        """Those of them that only score."""
+        return tuple(role for role in (self.reference, self.step_0, self.reward) if role is not None)
 
 
 def cast_of(scene: Scene) -> Cast:
@@ -160,7 +169,8 @@ def cast_of(scene: Scene) -> Cast:
         trained_trunk=trained_trunk,
         actor=actor,
         critic=critic,
-        reference=_reference(scene, own, head, tied=tied),
+        reference=_reference(scene, own, head, lora=learner.lora, tied=tied),
+        step_0=_step_0(scene, own, head, tied=tied),
         reward=_reward(scene, own),
         shared_head=head if shared and not a.tied_embeddings else None,
     )
@@ -269,9 +279,15 @@ def _held(scene: Scene, held: str) -> int:
     return _width(held, WIDTHS[scene.compute])
 
 
-def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
-    """The actor as it is at step 0, or a model of its own, frozen."""
+def _reference(scene: Scene, own: Form, head: HeadForm, *, lora: Lora | None, tied: bool) -> Role | None:
+    """A policy of the base or a model of its own, frozen; one that moves; None: uniform. `lora` is the actor's."""
     config, held = scene.config, scene.config.precision.reference
+    if config.reference.kind == "uniform":
+        return None
+    if config.reference.kind == "moving":  # float32 as the actor's masters, and cast for every product
+        form = own if lora is None else replace(own, lora=replace(lora, trained=False))
+        alone = config.sharing.mode == "none"
+        return Role("reference", form, replace(head, trained=False), own_head=alone, tied=tied)
     compute = _held(scene, held)
     if "reference" in scene.models:
         a = scene.models["reference"]
@@ -290,13 +306,27 @@ def _reference(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role:
             trained=False,
         )
         return Role("reference", form, head, own_head=True, tied=a.tied_embeddings)
+    return _of_the_base(scene, own, head, held, tied=tied)
+
+
+def _step_0(scene: Scene, own: Form, head: HeadForm, *, tied: bool) -> Role | None:
+    """The actor as it is at step 0, where it is held beside another prior."""
+    if not scene.config.reference.holds_step_0:
+        return None
+    return _of_the_base(scene, own, head, "auto", tied=tied, step_0=True)
+
+
+def _of_the_base(scene: Scene, own: Form, head: HeadForm, held: str, *, tied: bool, step_0: bool = False) -> Role:
+    """A frozen policy of the run's own model."""
+    config, compute = scene.config, _held(scene, held)
     exact = "sft" not in config.stages and not config.sft.checkpoint and scene.stored_in("base") == "bfloat16"
+    exact = exact and (step_0 or not config.reference.checkpoint)
     form = _frozen(own, scene, held, exact=exact)
     width = (form.table if tied else compute) if head.trained else head.width
     product = _product(scene, held if held in WIDTHS else scene.compute)
     pieces = head.in_pieces and width != compute
     head = replace(head, trained=False, compute=compute, width=width, product=product, in_pieces=pieces)
-    return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied)
+    return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied, step_0=step_0)
 
 
 def _reward(scene: Scene, own: Form) -> Role | None:

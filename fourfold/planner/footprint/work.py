@@ -107,8 +107,8 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
     yield from _fullest(scene, "actor", moment, "the actor", both)
     if scene.config.sampling.overlap_scoring:
         rows = texts_of(scene, min(texts.rows, micro.rows))
-        for role in _scorers(cast):
-            if on_device(scene, role):
+        for role in cast.frozen():
+            if on_device(scene, role) and not role.step_0:
                 beside = scored(role, rows, below_of(cast, role))
                 yield from _fullest(scene, role.name, moment, f"{rows.rows} rows beside sampling", beside)
 
@@ -118,32 +118,45 @@ def _with_cache(kinds: dict[Kind, Line], size: int) -> dict[Kind, Line]:
     return {**kinds, "trunk cache": line._replace(bytes=line.bytes + size)}
 
 
-def _scorers(cast: Cast) -> tuple[Role, ...]:
-    return tuple(role for role in (cast.reference, cast.reward) if role is not None)
-
-
 def on_device(scene: Scene, role: Role) -> bool:
     """Whether a role computes on the device, in this process."""
     if role.name in ("actor", "critic"):
         return True
-    by_torch = role.name != "reference" or scene.config.reference.engine == "torch"
+    by_torch = role.name != "reference" or role.step_0 or scene.config.reference.engine == "torch"
     return by_torch and getattr(scene.config, role.name).residency not in ("cpu", "service")
 
 
 def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
     micro = _micro(scene)
     ahead = scene.config.sampling.overlap_scoring
-    for role in (cast.critic, *(() if ahead else _scorers(cast))):
-        if role is cast.critic or getattr(scene.config, role.name).residency != "service":
+    what = f"{micro.rows} rows"
+    asked = [role for role in cast.frozen() if role.step_0 or not ahead]
+    for name in ("critic", "reference", "reward"):
+        # Reference and the policy of step 0 go through the rollout one after the other.
+        roles = [role for role in (cast.critic, *asked) if role.name == name and _is_here(scene, role)]
+        stages: Stages = {}
+        for role in roles:
             below = below_of(cast, role) if of_the_base(scene, role) else Below()
-            tier: Tier = "device" if on_device(scene, role) else "host"
-            what, moment = f"{micro.rows} rows", Moment("score", role.name)
-            yield from _fullest(scene, role.name, moment, what, scored(role, micro, below), tier=tier)
-    if scene.config.ppo.kl_estimator == "full" and on_device(scene, cast.reference):
+            of_step_0 = ", policy of step 0" if role.step_0 else ""
+            found = scored(role, micro, below)
+            stages |= {f"{SAID.get(stage, stage)}{of_step_0}": kinds for stage, kinds in found.items()}
+        if roles:
+            tier: Tier = "device" if any(on_device(scene, role) for role in roles) else "host"
+            yield from _fullest(scene, name, Moment("score", name), what, stages, tier=tier)
+    if scene.config.ppo.kl_estimator != "full":
+        return
+    if cast.reference is None:  # log V minus the actor's entropy
+        stages = scored(cast.actor, micro, below_of(cast, cast.actor))
+        yield from _fullest(scene, "actor", Moment("score", "actor"), what, stages)
+    elif on_device(scene, cast.reference):
         own = below_of(cast, cast.reference) if of_the_base(scene, cast.reference) else Below()
         stages = compared(cast.actor, cast.reference, micro, (below_of(cast, cast.actor), own))
         what = f"{micro.rows} rows, actor and reference"
         yield from _fullest(scene, "actor", Moment("score", "actor"), what, stages)
+
+
+def _is_here(scene: Scene, role: Role) -> bool:
+    return role.name == "critic" or getattr(scene.config, role.name).residency != "service"
 
 
 def _learn(scene: Scene, cast: Cast) -> Iterator[Item]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from xml.etree.ElementTree import Element
 
-from fourfold.diagnostics.plan_page.elements import Child, h, number
+from fourfold.diagnostics.pages.elements import Child, h, number
 
 Point = tuple[float, float]
 HEAD = 7.0  # of an arrow
@@ -97,3 +98,9 @@ def _towards(corner: Point, other: Point, radius: float) -> Point:
     length = abs(dx) + abs(dy)
     part = min(radius, length / 2) / length if length else 0
     return corner[0] + dx * part, corner[1] + dy * part
+
+
+def nice(rough: float) -> float:
+    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
