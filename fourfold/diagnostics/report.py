@@ -10,9 +10,9 @@ from fourfold.diagnostics.doctor_says import verdicts_of
 from fourfold.diagnostics.predicted import memory_of, time_of
 from fourfold.diagnostics.report_page import Contents, report_page
 from fourfold.diagnostics.run_record import read_run
+from fourfold.diagnostics.token_texts import tokenizer_of
 from fourfold.diagnostics.xray import Xray, make_xray
 from fourfold.files import write_atomically
-from fourfold.memory.quantization import quiet_imports
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,6 @@ def _xray(root: Path, config: RunConfig, asked: Asked) -> Xray | str:
     if not asked.samples:
         return "left out by --samples 0"
     try:
-        return make_xray(root, config, _tokenizer(config), asked.samples, training=asked.training)
+        return make_xray(root, config, tokenizer_of(config), asked.samples, training=asked.training)
     except (ValueError, OSError) as error:  # nothing is kept, a damaged file, or a model that is not there any more
         return str(error)
-
-
-def _tokenizer(config: RunConfig) -> object:
-    from fourfold.models.loading import resolve_model
-
-    quiet_imports()
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        resolve_model(config.model.path, Path(config.model.cache)), trust_remote_code=False
-    )

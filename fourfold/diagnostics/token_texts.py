@@ -10,7 +10,11 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from fourfold.config.schema import RunConfig
+from fourfold.memory.quantization import quiet_imports
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's
@@ -22,6 +26,17 @@ class TokenText(NamedTuple):
     text: str
     bytes: str = ""
     special: bool = False
+
+
+def tokenizer_of(config: RunConfig) -> Any:
+    """The tokenizer of a run's model; no weights are read."""
+    from fourfold.models.loading import resolve_model  # which imports every kind of model
+
+    quiet_imports()
+    from transformers import AutoTokenizer
+
+    place = resolve_model(config.model.path, Path(config.model.cache))
+    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[TokenText]:

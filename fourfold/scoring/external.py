@@ -30,6 +30,8 @@ class ExternalReward:
     service is given the texts and needs no tokenizer of an actor.
     """
 
+    reads_texts = True
+
     def __init__(self, external: External, actor_tokenizer: Any = None) -> None:
         self.external = external
         self._actor_tokenizer = actor_tokenizer

@@ -104,10 +104,11 @@ def of_reference(reference: Policy, temperature: float, size: BatchSize) -> Aske
 
 
 def of_reward(reward: RewardSource, size: BatchSize, told: ToldWeights | None = None) -> Asked:
-    """The source's scores, and which of them are valid; a source that reads texts is not told of weights."""
+    """The source's scores, and which of them are valid; one that reads texts reads prompts without weights in them."""
+    reads_texts = getattr(reward, "reads_texts", False)
 
     def asked(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        read = part if told is None else told.untold(part)
+        read = told.untold(part) if told is not None and reads_texts else part
         with size.working("reward"):
             return dict(zip(("scores", "valid"), reward(inputs, read), strict=True))
 

@@ -68,6 +68,8 @@ class FunctionReward:
     the table of the settings that it stands in, for messages.
     """
 
+    reads_texts = True
+
     def __init__(
         self, function: RewardFunction, tokenizer: Any, *, retries: int, on_failure: str = "stop", key: str = "reward"
     ) -> None:

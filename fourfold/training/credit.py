@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fourfold.config.loading import saved_config
-from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.credit import Credit, credit_of
 from fourfold.diagnostics.kept import held_out_files, training_files
-from fourfold.models.loading import quiet_imports, resolve_model
+from fourfold.diagnostics.token_texts import tokenizer_of
 
 
 def credit_report(run: str, *, step: int | None, training: bool, top: int) -> tuple[int, Credit]:
@@ -29,13 +27,5 @@ def credit_report(run: str, *, step: int | None, training: bool, top: int) -> tu
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: no rollout of this step is kept; allowed: {', '.join(map(str, steps))}")
     chosen = steps[-1] if step is None else step
-    tokenizer = _tokenizer(config)
-    return chosen, credit_of(files.read(chosen), config.value_dimensions, tokenizer.decode, top=top)
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    quiet_imports()
-    from transformers import AutoTokenizer
-
-    place = resolve_model(config.model.path, Path(config.model.cache))
-    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    decode = tokenizer_of(config).decode
+    return chosen, credit_of(files.read(chosen), config.value_dimensions, decode, top=top)

@@ -40,7 +40,7 @@ DIMENSIONS = (
     ),
     Metric(
         "value_loss_per_token/NAME",
-        "squared score",
+        "return squared",
         "sum over tokens of half the (clipped) squared error of the value of dimension NAME",
         _CRITIC_TOKENS,
         "falls",

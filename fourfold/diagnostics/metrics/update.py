@@ -244,7 +244,8 @@ VALUE = (
     Metric(
         "value_loss_per_token",
         "return squared",
-        "sum over tokens of half the (clipped) squared error of the value",
+        "sum over tokens of half the (clipped) squared error of the value; of several values: of the sum of them, each "
+        "times value_loss_weight",
         _CRITIC_TOKENS,
         "falls, then follows the spread of returns",
         "grows: lower `critic.learning_rate`, set `ppo.reward_normalization`",
@@ -253,7 +254,7 @@ VALUE = (
     Metric(
         "value_clip_fraction",
         "share",
-        "tokens at which the clipped branch of the value loss was the larger one",
+        "tokens at which the clipped branch of the value loss was the larger one; of several values: the mean of them",
         _CRITIC_TOKENS,
         "below 0.3",
         "larger: returns are wide against `ppo.value_clip_eps`; raise it or set `ppo.reward_normalization`",

@@ -1,0 +1,35 @@
+"""What vector.toml pays for, beside positivity: short snippets, and words that a newspaper would print.
+
+Functions of prompts and responses (lists of str) that return a list of float; PYTHONPATH=examples/rewards finds them.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Words that a response may have without paying for them, and what every word beyond them costs.
+FREE_WORDS, COST_OF_A_WORD = 5, 0.15
+COST_OF_A_COLLOQUIALISM = 0.5
+COLLOQUIAL = re.compile(
+    r"\b(?:really|pretty|kind of|sort of|lots?|fun|funny|stupid|dumb|cool|guys?|stuff|things?|just|you|your|i|we)\b"
+    r"|n't|'(?:s|re|ll|ve|d)\b|!|\.\.\.|--",
+    re.IGNORECASE,
+)
+
+
+def positivity(prompts: list[str], responses: list[str]) -> list[float]:
+    """The compound sentiment of VADER (Hutto and Gilbert 2014), from -2 to 2."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    analyser = SentimentIntensityAnalyzer()
+    return [2.0 * analyser.polarity_scores(response)["compound"] for response in responses]
+
+
+def brevity(prompts: list[str], responses: list[str]) -> list[float]:
+    """Nothing for up to FREE_WORDS words, less for every further one."""
+    return [-COST_OF_A_WORD * max(len(response.split()) - FREE_WORDS, 0) for response in responses]
+
+
+def formality(prompts: list[str], responses: list[str]) -> list[float]:
+    """Less for every colloquial word, contraction, exclamation mark or row of dots."""
+    return [-COST_OF_A_COLLOQUIALISM * len(COLLOQUIAL.findall(response)) for response in responses]
