@@ -29,8 +29,9 @@ p { margin: 4px 0; color: var(--muted); } figure { margin: 0; }
 table { border-collapse: collapse; font-size: 14px; } th, td { padding: 5px 12px 5px 0; text-align: right; }
 th { font-weight: 600; vertical-align: bottom; border-bottom: 1px solid var(--muted); max-width: 13ch; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; max-width: none; }
-td { border-bottom: 1px solid var(--rule); } td span { color: var(--muted); }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--muted); font-size: 13px; }
+td { border-bottom: 1px solid var(--rule); white-space: nowrap; }
+td span, th span { color: var(--muted); font-weight: 400; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--muted); font-size: 14px; }
 .key { display: inline-block; width: 26px; height: 10px; margin-right: 8px; } .key svg { overflow: visible; }
 .grid { stroke: var(--rule); } .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .seed { fill: none; stroke-width: 1; opacity: 0.35; }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fourfold.errors import Interrupted, RunFailed
@@ -33,8 +34,8 @@ from training.runs import (
     run,
     settings,
     steps_of,
-    weights_of,
 )
+from training.served import at_service, hosted_roles, listening
 
 EMA: Tree = {"reference": {"prior": "moving", "decay": 0.7}}
 COPY: Tree = {"reference": {"prior": "moving", "copy_every": 2}}
@@ -278,25 +279,23 @@ def test_the_loss_on_texts_over_a_trained_trunk_is_that_of_its_own_trunk(tmp_pat
 
 @pytest.mark.parametrize("sharing", ["trunk", "adapters"])
 def test_another_checkpoint_is_the_reference(tmp_path: Path, sharing: str) -> None:
-    """An older policy of the same base: KL is taken to it from the start, and to the newer one it is 0."""
-    stages = tree_of(tmp_path, sharing)
+    """An older policy of the same base, here or at a service: KL is taken to it, that to the actor's start is 0."""
     sft = settings(tmp_path, merged(SHARINGS[sharing], {"stages": ["sft"], "output": str(tmp_path / "old")}))
     run(sft)
-    older = str(tmp_path / "old" / "sft" / "model")
-    trainer = make_trainer(make_config(merged(stages, {"reference": {"checkpoint": older}})))
-    newer = make_trainer(
-        make_config(merged(stages, {"reference": {"checkpoint": older}, "output": str(tmp_path / "b")}))
-    )
+    older = tmp_path / "old" / "sft" / "model"
+    tree = merged(tree_of(tmp_path, sharing), {"reference": {"checkpoint": str(older)}})
+    trainer = make_trainer(make_config(tree))
+    frozen, stored = own(trainer, "reference"), load_file(older / "model.safetensors")
+    assert frozen.keys() == stored.keys()
+    assert all(torch.equal(tensor.float(), stored[name].float()) for name, tensor in frozen.items())
     report = trainer.check()
     assert report.own_reference and report.kl_gap_mean > 1e-3
-    row = trainer.step()
-    assert row["kl_step_0_per_sequence_mean"] == pytest.approx(0, abs=1e-4) != row["kl_k1_per_sequence_mean"]
-    frozen = weights_of(newer.models.reference)
-    from safetensors.torch import load_file
-
-    stored = load_file(Path(older) / "model.safetensors")
-    assert stored.keys() <= frozen.keys()
-    assert all(torch.equal(frozen[name].float(), tensor.float()) for name, tensor in stored.items())
+    with listening(hosted_roles(tree, "reference")) as server:
+        away = make_trainer(make_config(at_service(tree, server.url, "reference")))
+        rows = [trainer.step(), away.step()]
+    assert away.models.step_0 is None and "kl_step_0_per_sequence_mean" not in rows[1]
+    assert rows[0]["kl_step_0_per_sequence_mean"] == pytest.approx(0, abs=1e-4) != rows[0]["kl_per_sequence_mean"]
+    assert rows[1]["kl_per_sequence_mean"] == pytest.approx(rows[0]["kl_per_sequence_mean"], rel=1e-4)
     trainer.save(is_best=False)
 
 
