@@ -86,12 +86,16 @@ def all_settings() -> Mapping[str, Setting]:
 
 def described(key: str) -> str:
     """The key under which a setting is described: what the user has named is NAME there."""
-    parts = key.split(".")
-    for end in range(1, len(parts)):
-        table = ".".join(parts[:end])
-        if any(known.startswith(f"{table}.{NAME}.") for known in all_settings()):
-            return ".".join([table, NAME, *parts[end + 1 :]])
-    return key
+    found: list[str] = []
+    for part in key.split("."):
+        found.append(NAME if ".".join(found) in _named_by_users() else part)
+    return ".".join(found)
+
+
+@functools.cache
+def _named_by_users() -> frozenset[str]:
+    """Keys of the tables whose tables have names of the user's."""
+    return frozenset(table.key.removesuffix(f".{NAME}") for table in tables() if table.key.endswith(f".{NAME}"))
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -118,7 +122,8 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"list of {len(arguments)}: {', '.join(describe_type(a) for a in arguments)}"
     if origin is dict:
         return f"table of {describe_type(arguments[1])}"
-    return {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation] + _range(metadata)
+    kinds = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "anything"}
+    return kinds[annotation] + _range(metadata)
 
 
 def _range(metadata: Sequence[Any]) -> str:

@@ -183,7 +183,7 @@ def _problems(error: ValidationError) -> list[str]:
         elif known in settings:
             lines.setdefault(key, f"{key}: given {_given(details)}; allowed: {settings[known].allowed}")
         elif details["type"] == "model_type":
-            keys = [k.rpartition(".")[2] for k in settings if k.rpartition(".")[0] == described(f"{key}.")[:-1]]
+            keys = [k.rpartition(".")[2] for k in settings if k.rpartition(".")[0] == known]
             lines[key] = f"{key}: given {_given(details)}; allowed: a table with the keys {', '.join(keys)}"
         else:
             lines[key] = f"{key}: given {_given(details)}; {details['msg']}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fourfold.config.checks import DATASETS
+from fourfold.config.checks import DATASETS, TASK
 from fourfold.config.checks.memory import trained
 
 if TYPE_CHECKING:
@@ -37,9 +37,13 @@ def missing_packages(config: RunConfig) -> list[str]:
         reasons = given + (low_bit if package == "bitsandbytes" else [])
         if reasons:
             wanted[package] = " and ".join(reasons)
-    if config.reward.source == "model" and config.reward.engine != "torch" and not away:
-        because = f"reward.engine = {config.reward.engine!r} (the extra onnx)"
-        wanted |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), because)
+    for key, given in config.reward.classifiers.items():
+        if given.engine != "torch" and not away:
+            because = f"{key}.engine = {given.engine!r} (the extra onnx)"
+            wanted |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), because)
+    for name, part in config.reward.used_parts.items():
+        if part.source == "verifiable" and "ppo" in config.stages:
+            wanted["reasoning_gym"] = f"reward.parts.{name}.source = 'verifiable' (the extra reasoning-gym)"
     in_process = config.reference.engine != "torch" and config.reference.residency != "service"
     if in_process and "ppo" in config.stages:
         wanted["llama_cpp"] = f"reference.engine = {config.reference.engine!r} (the extra llama-cpp)"
@@ -125,6 +129,8 @@ def _given_datasets(config: RunConfig) -> Iterator[tuple[str, DatasetSection]]:
 def _is_hub(path: str) -> bool:
     """Whether a data path is a `datasets` id with its split, such as 'imdb:train'."""
     name, _, split = path.partition(":")
+    if path.startswith(TASK):
+        return False
     return bool(name and split) and not (_is_data_file(path) or looks_local(path) or _resolved(path).exists())
 
 
@@ -135,6 +141,8 @@ def _is_data_file(path: str) -> bool:
 def _datasets(config: RunConfig) -> Iterator[str]:
     for name, dataset in _given_datasets(config):
         path = dataset.path
+        if path.startswith(TASK):
+            continue
         if _is_data_file(path):
             if not _resolved(path).is_file():
                 yield f"data.{name}.path: no file {path!r} (from {os.getcwd()})"
@@ -148,10 +156,11 @@ def _datasets(config: RunConfig) -> Iterator[str]:
 def _roles(config: RunConfig) -> Iterator[str]:
     if config.sft.checkpoint and not _resolved(config.sft.checkpoint).is_dir():
         yield f"sft.checkpoint: no folder {config.sft.checkpoint!r} (from {os.getcwd()})"
-    if config.reward.source == "checkpoint" and not _resolved(config.reward.checkpoint).is_dir():
-        yield f"reward.checkpoint: no folder {config.reward.checkpoint!r} (from {os.getcwd()})"
-    if config.reward.source == "model":
-        yield from _model_folder("reward.model", config.reward.model)
+    reward = config.reward
+    if reward.stored and not _resolved(reward.stored).is_dir():
+        yield f"{reward.stored_key}: no folder {reward.stored!r} (from {os.getcwd()})"
+    for key, given in reward.classifiers.items():
+        yield from _model_folder(f"{key}.model", given.model)
     if config.reference.checkpoint and not _resolved(config.reference.checkpoint).is_dir():
         yield f"reference.checkpoint: no folder {config.reference.checkpoint!r} (from {os.getcwd()})"
     if config.reference.model:
@@ -162,7 +171,7 @@ def _folders(config: RunConfig) -> Iterator[str]:
     """Folders that the run writes: the nearest one that exists must be a folder that we may write to."""
     folders = {"output": config.output}
     reward = config.reward
-    exports = reward.source == "model" and reward.engine != "torch" and reward.residency != "service"
+    exports = reward.residency != "service" and any(each.engine != "torch" for each in reward.classifiers.values())
     if config.model.path.endswith(".gguf") or config.reference.model.endswith(".gguf") or exports:
         folders["model.cache"] = config.model.cache
     for key, path in folders.items():

@@ -6,6 +6,8 @@ No torch is imported, so `--help` and checks of a configuration answer at once.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -24,14 +26,22 @@ from fourfold.config.sections.models import (
     SystemSection,
     TrunkSection,
 )
-from fourfold.config.sections.parts import PartSection
-from fourfold.config.sections.running import CheckpointSection, EvaluationSection, SamplingSection, TrackingSection
+from fourfold.config.sections.parts import ClassifierSection, PartSection, RuleSection
+from fourfold.config.sections.running import (
+    CheckpointSection,
+    CurriculumSection,
+    EvaluationSection,
+    SamplingSection,
+    TrackingSection,
+)
 from fourfold.config.sections.training import CriticSection, OptimizerSection, PpoSection, RewardSection, SftSection
 
 __all__ = [
     "AdaptersSection",
     "CheckpointSection",
+    "ClassifierSection",
     "CriticSection",
+    "CurriculumSection",
     "DataSection",
     "DatasetSection",
     "EvaluationSection",
@@ -43,6 +53,7 @@ __all__ = [
     "PrecisionSection",
     "ReferenceSection",
     "RewardSection",
+    "RuleSection",
     "RunConfig",
     "SamplingSection",
     "Section",
@@ -84,6 +95,7 @@ class RunConfig(Section):
     critic: CriticSection = Field(default_factory=CriticSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     ppo: PpoSection = Field(default_factory=PpoSection)
+    curriculum: CurriculumSection = Field(default_factory=CurriculumSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
@@ -91,13 +103,29 @@ class RunConfig(Section):
     @property
     def optimizer_steps(self) -> dict[str, int]:
         """Of actor and critic in the whole stage ppo, when no epoch ends early."""
-        ppo, warmup = self.ppo, self.critic.warmup_rollouts
-        updates, learning = ppo.updates_a_rollout, ppo.steps - warmup
-        turns = self.trunk.turns(updates)
-        return {
-            "actor": learning * (updates - turns["critic"]),
-            "critic": warmup * updates + learning * (updates - turns["actor"]),
-        }
+        warmup, found = self.critic.warmup_rollouts, {"actor": 0, "critic": 0}
+        # Steps by their rows and whether the actor learns; those after a rollout has grown are alike.
+        growing = min(self.curriculum.steps if self.curriculum.start_rollout_batch_size else 0, self.ppo.steps)
+        alike = Counter((self.rows_at(step), step >= warmup) for step in range(growing))
+        waiting = min(max(warmup - growing, 0), self.ppo.steps - growing)
+        alike[self.ppo.rollout_batch_size, False] += waiting
+        alike[self.ppo.rollout_batch_size, True] += self.ppo.steps - growing - waiting
+        for (rows, learning), count in alike.items():
+            updates = self.ppo.updates_of(rows)
+            turns = self.trunk.turns(updates)
+            found["actor"] += count * learning * (updates - turns["critic"])
+            found["critic"] += count * (updates - learning * turns["actor"])
+        return found
+
+    def rows_at(self, step: int) -> int:
+        """Responses in the rollout of a PPO step, counted from 0: a multiple of mini-batch and responses a prompt."""
+        unit = math.lcm(self.ppo.mini_batch_size, self.sampling.responses_per_prompt)
+        given = self.curriculum
+        return given.grown(given.start_rollout_batch_size, self.ppo.rollout_batch_size, step, unit)
+
+    def new_tokens_at(self, step: int) -> int:
+        """Longest response of a PPO step, counted from 0."""
+        return self.curriculum.grown(self.curriculum.start_new_tokens, self.sampling.max_new_tokens, step)
 
     def evaluated_after(self, step: int) -> bool:
         """Whether an evaluation comes after a PPO step: every so many, and at the end."""
@@ -126,6 +154,13 @@ class RunConfig(Section):
         if given == "auto":
             return "token" if self.sampling.differs else "none"
         return given
+
+    def with_reward(self, key: str) -> RunConfig:
+        """The same settings with the text classifier that table `key` describes as the only reward model."""
+        given = self.reward.classifiers[key]
+        own = {name: getattr(given, name) for name in ClassifierSection.model_fields}
+        reward = self.reward.model_copy(update={**own, "source": "model"})
+        return self.model_copy(update={"reward": reward})
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:

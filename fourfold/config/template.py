@@ -23,7 +23,8 @@ EXAMPLES: dict[str, Any] = {
     "data.prompts.path": "data/prompts.jsonl",
     "data.prompts_test.path": "data/prompts_test.jsonl",
     "ppo.target_kl": 0.05,
-    "reward.parts.NAME.source": "function",
+    "reward.parts.NAME.source": "rules",
+    "reward.parts.NAME.rules.NAME.kind": "length",
 }
 # Optional tables that the default stages need.
 GIVEN_TABLES = ("data.texts", "data.pairs", "data.prompts")

@@ -128,7 +128,7 @@ def role_rows(models: FourModels) -> list[RoleRow]:
     counted = set[int]()
     parts = dict(models.shared_parameters())
     quantized = {} if models.base.trunk is None else stands_for(models.base.trunk)
-    roles = {name: getattr(models, name) for name in ("actor", "critic", "reference", "reward")}
+    roles = {name: getattr(models, name) for name in ("actor", "critic", "reference", "reward")} | models.classifiers
     roles[STEP_0] = models.step_0
     for name, role in roles.items():
         parts[name] = [] if role is None else list(role.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -60,6 +60,8 @@ class FourModels:
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
     step_0: Policy | None = None  # the actor as it was there, where the reference is another policy
     moving: MovingReference | None = None  # the rule by which the reference moves
+    # Of a combined reward, by the key of their table: text classifiers of other families.
+    classifiers: dict[str, External] = field(default_factory=dict)
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
@@ -74,7 +76,7 @@ class FourModels:
 
     def own_parameters(self, role: nn.Module) -> list[nn.Parameter]:
         """What no other role and no trunk holds."""
-        frozen = (self.reference, self.reward, self.step_0)
+        frozen = (self.reference, self.reward, self.step_0, *self.classifiers.values())
         holders = (self.base.trunk, self.base.policy, self.actor, self.critic, *frozen)
         others = {id(p) for held in holders if held is not None and held is not role for p in held.parameters()}
         return [p for p in role.parameters() if id(p) not in others]
@@ -85,6 +87,7 @@ class FourModels:
         A reference that moves has marks of its own (`moving`).
         """
         parts = {"trunk": self.base.trunk, "reference": self.reference, "reward": self.reward, "step_0": self.step_0}
+        parts |= self.classifiers
         if self.moving is not None:
             del parts["reference"]
         held = {name: part for name, part in parts.items() if part is not None and not is_elsewhere(part)}
@@ -111,6 +114,7 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     # First, so that what an export takes for a moment lies beside the base only.
     own, away = room.planned.weights["critic"], roles_at_a_service(config)
     external = _external(config, room) if config.reward.source == "model" and "reward" not in away else None
+    classifiers = _classifiers(config, room)
     only_asked = "reward" in away and config.critic.init == "actor"
     fresh = None
     if config.critic.init == "base" or (reward is not None and not only_asked):
@@ -142,7 +146,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer, step_0):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    return FourModels(base, actor, critic, reference, scorer if external is None else external, room, trunk, step_0)
+    held = scorer if external is None else external
+    return FourModels(base, actor, critic, reference, held, room, trunk, step_0, classifiers=classifiers)
 
 
 def _stand(
@@ -211,6 +216,17 @@ def _external(config: RunConfig, room: Room) -> External:
     """A reward model of another family, run by the engine of the settings."""
     with room.role("reward", weight_bytes(config.reward.model)):
         return external_reward(config, room.budget)
+
+
+def _classifiers(config: RunConfig, room: Room) -> dict[str, External]:
+    """Those of a combined reward, each loaded as if it were the run's only reward model."""
+    found: dict[str, External] = {}
+    for key in config.reward.classifiers if config.reward.source == "combined" else ():
+        try:
+            found[key] = _external(config.with_reward(key), room)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    return found
 
 
 def external_reward(config: RunConfig, budget: Budget) -> External:

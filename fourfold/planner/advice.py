@@ -124,7 +124,8 @@ def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _of_other_models(config: RunConfig) -> set[str]:
     """Roles that are not made of the run's model."""
     reference = bool(config.reference.model) or config.reference.engine != "torch"
-    theirs = {"reward": config.reward.source == "model", "reference": reference}
+    reward = config.reward.has_model and not config.reward.of_the_base
+    theirs = dict.fromkeys(config.reward.classifiers, True) | {"reward": reward, "reference": reference}
     return {role for role, other in theirs.items() if other}
 
 
@@ -177,9 +178,10 @@ def _precision(held: Held, config: RunConfig) -> Iterator[Advice]:
 def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
-        if role == "reward" and config.reward.engine != "torch":
-            continue  # ONNX Runtime holds its weights itself
-        own = 0 if residency == "service" else held.weights.get(role, 0)
+        others = config.reward.classifiers if role == "reward" else {}
+        # ONNX Runtime holds its weights itself.
+        names = {role, *others} - {key for key, given in others.items() if given.engine != "torch"}
+        own = 0 if residency == "service" else sum(held.weights.get(name, 0) for name in names)
         own += held.weights.get(STEP_0, 0) if role == "reference" else 0  # it lies where the reference does
         if residency != "stream" and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))

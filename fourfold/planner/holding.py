@@ -29,8 +29,16 @@ def residency(scene: Scene, role: Part) -> str:
 
 def own_parameters(scene: Scene, role: Part) -> int:
     """Numbers that a role, or the trunk, has for its own: what training trains, parking moves, a service holds."""
-    if other := scene.models.get(role):
-        return other.parameters() if role == "reference" else other.parameters() - other.head_parameters
+    if role == "reference" and (other := scene.models.get(role)):
+        return other.parameters()
+    if role == "reward" and scene.classifiers:
+        own = _of_the_base(scene, role) if scene.config.reward.of_the_base else 0
+        return own + sum(other.parameters() - other.head_parameters for other in scene.classifiers.values())
+    return _of_the_base(scene, role)
+
+
+def _of_the_base(scene: Scene, role: Part) -> int:
+    """Of a role that is made of the run's own model."""
     base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
     if role == "trunk":
         return base.parameters_of(0, cut.trunk)
@@ -84,8 +92,11 @@ def own_bytes(scene: Scene, role: Part) -> float:
         beside = numbers * (4.0 if adapted else WIDTHS[scene.compute])
     if role == "reference" and given.kind == "uniform":
         return beside
-    of_adapters = adapted and role not in scene.models
-    return beside + own_parameters(scene, role) * (4.0 if of_adapters else bytes_a_number(scene, held_in(scene, role)))
+    held = bytes_a_number(scene, held_in(scene, role))
+    if not adapted or role in scene.models:
+        return beside + own_parameters(scene, role) * held
+    own = _of_the_base(scene, role) if role != "reward" or scene.config.reward.of_the_base else 0
+    return beside + 4.0 * own + (own_parameters(scene, role) - own) * held
 
 
 def bytes_a_number(scene: Scene, held: str) -> float:

@@ -109,7 +109,7 @@ class _Maker:
         yield from self._from_ids("critic", "score", self._whole, NumberHead.of_critic(self._config))
         if self._config.reward.of_the_base:
             yield from self._from_ids("reward", "score", self._whole, ONE_NUMBER)
-        elif other := self._scene.models.get("reward"):
+        for other in self._scene.classifiers.values():
             yield self._of_another("reward", other, self._whole, ONE_NUMBER)
 
     def learn(self) -> Iterator[Pass]:

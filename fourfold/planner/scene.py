@@ -46,7 +46,8 @@ class Scene:
     stored: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert "base" in self.models and set(self.models) <= {"base", "reference", "reward"}, sorted(self.models)
+        known = {"base", "reference", *self.config.reward.classifiers}
+        assert "base" in self.models and set(self.models) <= known, sorted(self.models)
         if self.layout.devices > self.cluster.devices:
             raise ValueError(
                 f"the layout {self.layout} takes {self.layout.devices} devices; there are {self.cluster.devices}; "
@@ -57,6 +58,11 @@ class Scene:
     def base(self) -> Architecture:
         """The run's own model."""
         return self.models["base"]
+
+    @property
+    def classifiers(self) -> dict[str, Architecture]:
+        """Reward models of other families whose architecture is known, by the key of the table that names them."""
+        return {key: self.models[key] for key in self.config.reward.classifiers if key in self.models}
 
     @property
     def compute(self) -> Literal["float32", "bfloat16", "float16"]:

@@ -8,7 +8,7 @@ row have cost as much as a step does: their prompts are a pass of their own, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
@@ -37,6 +37,11 @@ class SamplingSettings:
     temperature: float
     stop_strings: tuple[str, ...] = ()
     weights: str = "as_trained"  # or the kind in which decoding holds what is trained (memory/quantization.py)
+
+    def limited(self, prompts: PromptBatch) -> SamplingSettings:
+        """With the limit of these prompts, where they have one."""
+        limit = prompts.max_new_tokens
+        return self if limit is None else replace(self, max_new_tokens=limit)
 
 
 class Drawn:

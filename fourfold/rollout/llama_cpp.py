@@ -45,14 +45,16 @@ class LlamaSampler:
     def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
         """One response a row, as many rows side by side as the engine takes."""
         engine, responses = self._actor.current(), list[_Response]()
+        limit = self._settings.limited(prompts).max_new_tokens
         for start in range(0, len(prompts.tokens), SEQUENCES):
             chosen = slice(start, start + SEQUENCES)
-            responses += self._drawn(engine, prompts.tokens[chosen], prompts.seeds[chosen])
+            responses += self._drawn(engine, prompts.tokens[chosen], prompts.seeds[chosen], limit)
         return self._exact.taken_up(self._rollout(prompts, responses, policy_version))
 
-    def _drawn(self, engine: LlamaCpp, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[_Response]:
-        """Responses to these prompts; a row that has ended leaves the batch."""
-        limit = self._settings.max_new_tokens
+    def _drawn(
+        self, engine: LlamaCpp, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limit: int
+    ) -> list[_Response]:
+        """Responses of at most `limit` tokens to these prompts; a row that has ended leaves the batch."""
         uniforms = row_uniforms(seeds, limit)
         responses = [_Response([], []) for _ in prompts]
         growing = engine.growing(len(prompts), sum(map(len, prompts)) + len(prompts) * limit)

@@ -58,7 +58,7 @@ class LocalSampler:
         """One response a row; log-probs are taken again by the training engine over the cached activations."""
         rows = len(prompts.tokens)
         _require_finite(self._policy)
-        policy = self._current_policy()
+        policy, settings = self._current_policy(), self._settings.limited(prompts)
 
         def decode(slots: int) -> tuple[Rollout, Activations]:
             if self._listener is not None:
@@ -72,7 +72,7 @@ class LocalSampler:
                     self._tell(drawn, told, prompts, policy_version)
                     told = []
 
-            drawn = Decoder(self._base, policy, self._settings, prompts, slots, self._one_token, finished).run()
+            drawn = Decoder(self._base, policy, settings, prompts, slots, self._one_token, finished).run()
             if self._listener is not None and told:
                 self._tell(drawn, told, prompts, policy_version)
             return self._joined(drawn, range(rows), prompts, policy_version)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fourfold.data.told_weights import ToldWeights
 from fourfold.rollout.sampler import PromptBatch, row_seed
@@ -12,7 +13,8 @@ from fourfold.rollout.sampler import PromptBatch, row_seed
 class PromptStream:
     """Endless shuffled passes over the prompts; each pass sees every prompt once.
 
-    With `told`, weights are drawn for each prompt of a step and told in front of it; its responses share them.
+    `rows` are the responses of a step, `new_tokens` their limit; both may depend on the step, counted from 0. With
+    `told`, weights are drawn for each prompt of a step and told in front of it; its responses share them.
     """
 
     def __init__(
@@ -20,24 +22,29 @@ class PromptStream:
         prompts: Sequence[Sequence[int]],
         *,
         seed: int,
-        rows: int,
+        rows: Callable[[int], int],
         responses_per_prompt: int,
+        new_tokens: Callable[[int], int | None] = lambda step: None,
         told: ToldWeights | None = None,
     ) -> None:
         self._prompts = prompts
         self._told = told
         self._seed = seed
         self._per_prompt = responses_per_prompt
-        self._prompts_a_step = rows // responses_per_prompt
+        self._rows = rows
+        self._new_tokens = new_tokens
+        self._firsts = [0]  # place of the first prompt of each step, as far as it has been asked for
         self._orders: dict[int, list[int]] = {}
 
     def batch(self, step: int) -> PromptBatch:
         """The prompts of a step (counted from 0); the responses to one prompt stand side by side."""
-        first = step * self._prompts_a_step
-        places = [first + i for i in range(self._prompts_a_step)]
+        while len(self._firsts) <= step + 1:
+            self._firsts.append(self._firsts[-1] + self._rows(len(self._firsts) - 1) // self._per_prompt)
+        places = range(*self._firsts[step : step + 2])
         ids, seeds = [self._at(place) for place in places], [row_seed("weights", self._seed, place) for place in places]
         prompts = _told(self._told, [self._prompts[i] for i in ids], seeds)
-        return _several(prompts, ids, self._per_prompt, "rollout", self._seed, step)
+        batch = _several(prompts, ids, self._per_prompt, "rollout", self._seed, step)
+        return replace(batch, max_new_tokens=self._new_tokens(step))
 
     def _at(self, position: int) -> int:
         epoch, place = divmod(position, len(self._prompts))

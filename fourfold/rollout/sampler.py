@@ -13,15 +13,19 @@ from fourfold.models.roles import Activations
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Token ids of prompts, the number of each in its data set, and a seed for each response to draw."""
+    """Token ids of prompts, the number of each in its data set, and a seed for each response to draw.
+
+    A response has at most `max_new_tokens`; None leaves it to the sampler's settings.
+    """
 
     tokens: Sequence[Sequence[int]]
     prompt_ids: Sequence[int]
     seeds: Sequence[int]
+    max_new_tokens: int | None = None
 
     def first(self, rows: int) -> PromptBatch:
         """The first rows only."""
-        return PromptBatch(self.tokens[:rows], self.prompt_ids[:rows], self.seeds[:rows])
+        return PromptBatch(self.tokens[:rows], self.prompt_ids[:rows], self.seeds[:rows], self.max_new_tokens)
 
 
 class Listener(Protocol):

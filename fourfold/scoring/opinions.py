@@ -79,8 +79,14 @@ def shortest_first(rollout: Rollout) -> Tensor:
 
 
 def ask(found: Opinions, rollout: Rollout, activations: Activations, role: Any, asked: Asked, size: BatchSize) -> None:
-    """Let a role go through a rollout, the shortest rows first; what it reads goes where it computes."""
+    """Let a role go through a rollout, the shortest rows first; what it reads goes where it computes.
+
+    A source that reads texts at once is given all rows, and no activations of them.
+    """
     order = shortest_first(rollout)
+    if getattr(role, "whole", False):
+        found.put(order, **asked(activations, rollout.select(order)))
+        return
     held = residency_of(role)
 
     def opinions(piece: slice) -> None:

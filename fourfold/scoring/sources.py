@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -64,28 +66,46 @@ class ModelReward:
 class FunctionReward:
     """A Python function of prompts and responses; asked again when it raises, row by row valid or not.
 
-    When it still raises after `retries`, the run stops, or its rows are not valid (`on_failure` = "drop"). `key` is
-    the table of the settings that it stands in, for messages.
+    When it still raises after `retries`, or has no answer within `timeout_seconds` (0: however long it takes), the run
+    stops, or its rows are not valid (`on_failure` = "drop"). `key` is the table of the settings that it stands in, for
+    messages. A `whole` one is asked about all rows of a rollout at once.
     """
 
     reads_texts = True
 
     def __init__(
-        self, function: RewardFunction, tokenizer: Any, *, retries: int, on_failure: str = "stop", key: str = "reward"
+        self,
+        function: RewardFunction,
+        tokenizer: Any,
+        *,
+        retries: int,
+        on_failure: str = "stop",
+        key: str = "reward",
+        timeout_seconds: float = 0.0,
+        whole: bool = False,
     ) -> None:
         self._function = function
         self._key = key
+        self._timeout_seconds = timeout_seconds
+        self.whole = whole
         self._tokenizer = tokenizer
         self._retries = retries
         self._on_failure = on_failure
 
     @classmethod
     def named(
-        cls, name: str, tokenizer: Any, *, retries: int, on_failure: str = "stop", key: str = "reward"
+        cls,
+        name: str,
+        tokenizer: Any,
+        *,
+        retries: int,
+        on_failure: str = "stop",
+        key: str = "reward",
+        timeout_seconds: float = 0.0,
     ) -> FunctionReward:
         """The function 'module:name'; `key` is the table of the settings that names it."""
-        function = import_function(name, key)
-        return cls(function, tokenizer, retries=retries, on_failure=on_failure, key=key)
+        given: dict[str, Any] = {"on_failure": on_failure, "key": key, "timeout_seconds": timeout_seconds}
+        return cls(import_function(name, key), tokenizer, retries=retries, **given)
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The function's numbers; None, NaN and those that are infinite as float32 are not valid."""
@@ -102,7 +122,9 @@ class FunctionReward:
     def _ask(self, prompts: list[str], responses: list[str]) -> list[float | None]:
         for attempt in range(self._retries + 1):
             try:
-                numbers = list(self._function(prompts, responses))
+                numbers = self._call(prompts, responses)
+            except RunFailed:  # of a service that has been asked again, or would refuse again
+                raise
             except Exception as error:  # the function is the user's: anything may come out of it
                 if attempt < self._retries:
                     continue
@@ -120,6 +142,30 @@ class FunctionReward:
                     )
             return numbers
         raise AssertionError("unreachable: the loop returns or raises")
+
+    def _call(self, prompts: list[str], responses: list[str]) -> list[float | None]:
+        """What the function returns; TimeoutError where it has not in time.
+
+        Nothing can stop a Python function from outside: one that is late goes on beside the run, and is not heard.
+        """
+        if not self._timeout_seconds:
+            return list(self._function(prompts, responses))
+        answer: Future[list[float | None]] = Future()
+
+        @torch.no_grad()  # which holds for a thread alone
+        def work() -> None:
+            try:
+                answer.set_result(list(self._function(prompts, responses)))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name=self._key, daemon=True).start()
+        try:
+            return answer.result(self._timeout_seconds)
+        except TimeoutError:
+            if answer.done():  # raised by the function itself
+                raise
+            raise TimeoutError(f"no answer within {self._key}.timeout_seconds = {self._timeout_seconds:g}") from None
 
 
 def import_function(name: str, key: str = "reward") -> RewardFunction:

@@ -79,7 +79,7 @@ class Accountant:
         self._branch_layers = models.actor.branch.num_layers
         self._values = _numbers_of(models.critic.head)
         self._head_trained = models.actor.head.weight.requires_grad
-        self._external = models.reward if isinstance(models.reward, External) else None
+        self._externals = [m for m in (models.reward, *models.classifiers.values()) if isinstance(m, External)]
         self._has_reward = isinstance(models.reward, Scorer)
         matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
         self._adapter_parameters = sum(p.numel() for p in matrices)
@@ -88,8 +88,8 @@ class Accountant:
     def begin(self) -> None:
         """Forget what was done between two steps, in an evaluation or in pre-flight."""
         self.hiding.begin()
-        if self._external is not None:
-            self._external.take_work()
+        for external in self._externals:
+            external.take_work()
 
     def step(self, rollout: Rollout, learned: Learned, *, full_kl: bool) -> dict[str, float]:
         """Metrics of a step with this learn phase."""
@@ -109,8 +109,8 @@ class Accountant:
         self._from_ids(counter, "critic", "score", whole, self._values)
         if self._has_reward:
             self._from_ids(counter, "reward", "score", whole, ONE_NUMBER)
-        if self._external is not None:
-            read, flops = self._external.take_work()
+        for external in self._externals:
+            read, flops = external.take_work()
             counter.count("reward", "score", "forward", read.rows, read.tokens, flops)
         self._learn(counter, learned)
         return counter.take(whole.rows) | self.hiding.step()

@@ -128,8 +128,8 @@ def reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
     """The reward model that ppo uses; None where a function or a model of another family stands for it."""
     if not config.reward.of_the_base:
         return None
-    if config.reward.source == "checkpoint":
-        return Path(config.reward.checkpoint).expanduser()
+    if config.reward.stored:
+        return Path(config.reward.stored).expanduser()
     if folder.finished("reward") is None:
         raise ValueError(
             f"ppo needs a reward model and {folder.stage('reward')} has none; run the stage reward first, "

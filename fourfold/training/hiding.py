@@ -12,7 +12,8 @@ class Hiding:
 
     def __init__(self, models: FourModels, ahead: Ahead | None = None) -> None:
         # The policy of step 0, where it is held, lies where the reference does and counts with it.
-        roles = (("reference", models.reference), ("reference", models.step_0), ("reward", models.reward))
+        roles = [("reference", models.reference), ("reference", models.step_0), ("reward", models.reward)]
+        roles += [("reward", classifier) for classifier in models.classifiers.values()]
         self._offloaded = [(name, held) for name, role in roles if (held := residency_of(role)) is not None]
         self._ahead = ahead
         self._offloaded_seconds = self._ahead_seconds = self._hidden_seconds = 0.0

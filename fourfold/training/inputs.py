@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from fourfold.config.checks import TASK
 from fourfold.config.schema import DatasetSection, RunConfig
 from fourfold.data.records import (
     BadRowsError,
@@ -17,6 +18,7 @@ from fourfold.data.records import (
     read_prompts,
     read_texts,
 )
+from fourfold.data.tasks import read_task_prompts
 from fourfold.data.tokenize import encode_pairs, encode_prompts, encode_texts
 from fourfold.data.told_weights import ToldWeights
 from fourfold.models.loading import Base
@@ -80,7 +82,7 @@ class _Errors:
 def read_records(config: RunConfig) -> Records:
     """Read what the stages need, which takes no model; every data set is read before any is refused."""
     stages, errors = config.stages, _Errors()
-    trains_reward = "reward" in stages and config.reward.source == "train"
+    trains_reward = "reward" in stages and config.reward.trains
 
     def read(name: str, reader: Callable[[DatasetSection], list[Row]], needed: bool) -> list[Row]:
         section = getattr(config.data, name)
@@ -91,11 +93,19 @@ def read_records(config: RunConfig) -> Records:
         texts_test=read("texts_test", read_texts, "sft" in stages or _evaluates_texts(config)),
         pairs=read("pairs", read_pairs, trains_reward),
         pairs_test=read("pairs_test", read_pairs, trains_reward),
-        prompts=read("prompts", read_prompts, "ppo" in stages),
-        prompts_test=read("prompts_test", read_prompts, "ppo" in stages),
+        prompts=read("prompts", partial(_prompt_records, config), "ppo" in stages),
+        prompts_test=read("prompts_test", partial(_prompt_records, config, held_out=True), "ppo" in stages),
     )
     errors.refuse()
     return records
+
+
+def _prompt_records(config: RunConfig, section: DatasetSection, *, held_out: bool = False) -> list[PromptRecord]:
+    """Rows of a file or hub id, or the questions of a task."""
+    if not section.path.startswith(TASK):
+        return read_prompts(section)
+    name = section.path.removeprefix(TASK)
+    return read_task_prompts(config.reward.parts[name], f"reward.parts.{name}", section, held_out=held_out)
 
 
 def _evaluates_texts(config: RunConfig) -> bool:

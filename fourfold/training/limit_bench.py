@@ -18,7 +18,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fourfold.config.schema import RunConfig
+from fourfold.config.schema import CurriculumSection, RunConfig
 from fourfold.diagnostics.machine import best_seconds, copy_rate, multiplied, product, read_rate
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.assembly import assemble, record_for
@@ -119,13 +119,14 @@ def _prepared(config: RunConfig, steps: int, folder: Path, say: Say) -> tuple[Ba
         "stages": ("ppo",),
         "ppo": config.ppo.model_copy(update={"steps": 1 + steps}),
         "data": config.data.model_copy(update={"prompts_test": None}),
+        "curriculum": CurriculumSection(),  # the whole size from the first step on
         "tracking": config.tracking.model_copy(update={"trackers": ()}),
     }
-    reward = Path(config.reward.checkpoint).expanduser() if config.reward.source == "checkpoint" else None
-    random_head = config.reward.source == "train" and trained.finished("reward") is None
-    if config.reward.source == "train":
+    reward = Path(config.reward.stored).expanduser() if config.reward.stored else None
+    random_head = config.reward.trains and trained.finished("reward") is None
+    if config.reward.trains:
         reward = folder / "reward" if random_head else trained.model("reward")
-        changes["reward"] = config.reward.model_copy(update={"source": "checkpoint", "checkpoint": str(reward)})
+        changes["reward"] = config.reward.with_stored(str(reward))
     if random_head:
         (folder / "reward").mkdir()
     config = prepare(config.model_copy(update=changes))
@@ -155,7 +156,7 @@ def _scene(config: RunConfig, base: Architecture, device: torch.device, lengths:
     assert device.type in ("cuda", "cpu"), device
     flops = dict.fromkeys({config.precision.compute, *multiplied(device)}, 1.0)
     cluster = Cluster(Node(Device("this machine", "cuda" if device.type == "cuda" else "cpu", 0, 1.0, flops)))
-    others = config.reference.model or config.reward.source == "model"
+    others = config.reference.model or config.reward.classifiers
     models = (architectures_of(config)[0] if others else {}) | {"base": base}
     return Scene(config, models, cluster, lengths)
 

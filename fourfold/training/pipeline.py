@@ -79,7 +79,10 @@ def _seed_all(seed: int) -> None:
 
 
 def _check_best_metric(config: RunConfig) -> None:
-    known = [name for name in METRICS["evaluation"] if name.startswith("eval_")]
+    parts = config.reward.dimensions if config.reward.source == "combined" else ()
+    named = [name for name in METRICS["evaluation"] if name.startswith("eval_")]
+    known = [name for name in named if not name.endswith("/NAME")]
+    known += [name.replace("NAME", part) for name in named if name.endswith("/NAME") for part in parts]
     if config.evaluation.judge == "none":
         known.remove("eval_judge_mean")
     if (given := config.checkpoint.best_metric) not in known:
@@ -99,9 +102,9 @@ def _check_what_stages_start_from(config: RunConfig, folder: RunFolder) -> None:
         allowed = "the folder sft/model or ppo/model of a run, or a checkpoint of a stage sft"
         place = Path(config.reference.checkpoint).expanduser()
         _check_stored(config, "policy", "reference.checkpoint", place, allowed)
-    if reward.source == "checkpoint":
+    if reward.stored:
         allowed = "the folder reward/model of a run, or a checkpoint of its stage reward"
-        _check_stored(config, "scorer", "reward.checkpoint", Path(reward.checkpoint).expanduser(), allowed)
+        _check_stored(config, "scorer", reward.stored_key, Path(reward.stored).expanduser(), allowed)
     elif "ppo" in config.stages and folder.finished("ppo") is None and "reward" not in config.stages:
         reward_model(config, folder)
     if _reward_lacks_sft(config, folder) and is_given(config, "reward.init"):
@@ -121,7 +124,7 @@ def _check_stored(config: RunConfig, kind: str, key: str, folder: Path, allowed:
 
 def _reward_lacks_sft(config: RunConfig, folder: RunFolder) -> bool:
     """Whether a reward model that is to start from the sft model finds none."""
-    trains = "reward" in config.stages and config.reward.source == "train" and folder.finished("reward") is None
+    trains = "reward" in config.stages and config.reward.trains and folder.finished("reward") is None
     has_sft = "sft" in config.stages or sft_model(config, folder) is not None
     return trains and config.reward.init == "sft" and not has_sft
 
@@ -192,18 +195,19 @@ def _stages(
 def planned_ppo(config: RunConfig, prompts: int) -> str:
     """What the stage ppo does in all, in one line; `target_kl` and dropped rows can make it fewer optimizer steps."""
     ppo = config.ppo
-    responses = ppo.steps * ppo.rollout_batch_size
+    responses = sum(map(config.rows_at, range(ppo.steps)))
     drawn = responses // config.sampling.responses_per_prompt
-    steps = config.optimizer_steps
+    steps, first = config.optimizer_steps, config.rows_at(0)
+    rows = f"x {first:,}" if first == ppo.rollout_batch_size else f"of {first:,} to {ppo.rollout_batch_size:,}"
     return (
-        f"ppo: {ppo.steps:,} steps x {ppo.rollout_batch_size:,} = {responses:,} responses to {drawn:,} prompts "
+        f"ppo: {ppo.steps:,} steps {rows} = {responses:,} responses to {drawn:,} prompts "
         f"({drawn / prompts:.1f} times the {prompts:,} given); {steps['actor']:,} optimizer steps of the actor, "
         f"{steps['critic']:,} of the critic"
     )
 
 
 def _reward(config: RunConfig, base: Base, inputs: Inputs, folder: RunFolder, say: Say) -> dict[str, Any]:
-    if config.reward.source != "train":
+    if not config.reward.trains:
         return {"source": config.reward.source}
     return train_reward(
         config,

@@ -14,8 +14,7 @@ from torch import nn
 from fourfold.backends.local import LocalOptimizer
 from fourfold.backends.scaling import LossScale
 from fourfold.config.checks import reference_at_llama_cpp
-from fourfold.config.schema import MemorySection, OptimizerSection, PartSection, RunConfig
-from fourfold.data.told_weights import ToldWeights
+from fourfold.config.schema import MemorySection, OptimizerSection, RunConfig
 from fourfold.diagnostics.judges import make_judge
 from fourfold.diagnostics.outside_trackers import Described
 from fourfold.diagnostics.progress import stage_progress
@@ -34,9 +33,7 @@ from fourfold.models.storage import save_role
 from fourfold.models.trunk import layer_parameters
 from fourfold.rollout.prompts import PromptStream
 from fourfold.scoring.ahead import Ahead
-from fourfold.scoring.combined import Combined, Reward, RewardPart, told_by
-from fourfold.scoring.external import ExternalReward
-from fourfold.scoring.sources import FunctionReward, ModelReward
+from fourfold.scoring.combined import Reward, told_by
 from fourfold.training.census import Census
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.dimensions import Dimensions
@@ -47,13 +44,12 @@ from fourfold.training.inputs import Inputs
 from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.learner import Learner, TrunkLearner
 from fourfold.training.prior import Prior
+from fourfold.training.reward_sources import reward_source
 from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.sampled import evaluation_prompts, sampler_of
 from fourfold.training.services import (
-    reader_at_service,
     reference_at_llama_server,
     reference_at_service,
-    reward_at_service,
 )
 from fourfold.training.supervised import Texts
 from fourfold.training.timeline import Timeline
@@ -70,41 +66,6 @@ class Stores:
 
     sft: Path | None
     reward: Path | None
-
-
-def reward_source(config: RunConfig, models: FourModels) -> Reward:
-    """The reward model, of this family or another, the function that the settings name, or the sum of their parts."""
-    if config.reward.source == "combined":
-        parts = tuple(_part(name, part, models) for name, part in config.reward.parts.items())
-        return Combined(parts, ToldWeights.of(config, models.base.tokenizer))
-    if config.reward.source == "function":
-        return FunctionReward.named(
-            config.reward.function,
-            models.base.tokenizer,
-            retries=config.reward.retries,
-            on_failure=config.reward.on_failure,
-        )
-    if config.reward.source == "model" and config.reward.residency == "service":
-        models.reward, reward = reader_at_service(config, models.base)
-        return reward
-    if isinstance(models.reward, External):
-        return ExternalReward(models.reward, models.base.tokenizer)
-    assert isinstance(models.reward, Scorer), "assemble has loaded the reward model"
-    if config.reward.residency == "service":
-        return reward_at_service(config, models.base, models.reward, models.critic)
-    return ModelReward(models.reward)
-
-
-def _part(name: str, part: PartSection, models: FourModels) -> RewardPart:
-    """A part of a combined reward; a function that goes on failing gives rows without a score, or stops the run."""
-    source = FunctionReward.named(
-        part.function,
-        models.base.tokenizer,
-        retries=part.retries,
-        on_failure=part.on_failure,
-        key=f"reward.parts.{name}",
-    )
-    return RewardPart(name, part.weight, source, part.on_failure)
 
 
 def build_trainer(
@@ -140,8 +101,9 @@ def build_trainer(
         prompts=PromptStream(
             prompts,
             seed=config.seed,
-            rows=config.ppo.rollout_batch_size,
+            rows=config.rows_at,
             responses_per_prompt=sampling.responses_per_prompt,
+            new_tokens=config.new_tokens_at,
             told=told_by(reward),
         ),
         evaluation_prompts=evaluation_prompts(config, prompts_test, reward),
@@ -205,8 +167,9 @@ def _place_frozen(config: RunConfig, models: FourModels, folder: Path) -> None:
     if config.reference.kind == "moving":
         share = models.base.shares_head
         models.moving = MovingReference(config.reference, models.actor, models.reference, shares_head=share)
-    if isinstance(models.reward, Scorer | External) and config.reward.residency != "service":
-        place(models.reward, config.reward.residency, models.own_parameters(models.reward), folder)
+    for reward in (models.reward, *models.classifiers.values()):
+        if isinstance(reward, Scorer | External) and config.reward.residency != "service":
+            place(reward, config.reward.residency, models.own_parameters(reward), folder)
 
 
 def _ahead(config: RunConfig, models: FourModels, reward: Reward, sizes: BatchSizes) -> Ahead | None:

@@ -170,9 +170,9 @@ def _models(config: RunConfig, base: Base) -> _Models:
 
 def _reward_model(config: RunConfig, folder: RunFolder) -> Path | None:
     """Where there is one already."""
-    if config.reward.source == "checkpoint":
-        return Path(config.reward.checkpoint).expanduser()
-    trained = config.reward.source == "train" and folder.finished("reward") is not None
+    if config.reward.stored:
+        return Path(config.reward.stored).expanduser()
+    trained = config.reward.trains and folder.finished("reward") is not None
     return folder.model("reward") if trained else None
 
 

@@ -14,6 +14,7 @@ from fourfold.memory.meter import WORKING, PhaseUsage
 from fourfold.training.dimensions import dimensions_row
 from fourfold.training.evaluation import parts_row
 from fourfold.training.experience import Shaping, shape_scores
+from fourfold.training.shaping_row import shaping_row
 from fourfold.training.state import Progress
 
 TIMED_PHASES = ("generate", "score", "learn", "save")
@@ -39,6 +40,9 @@ def training_row(
     row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": shaping.kl_coef}
     row |= _scores(scored.scores[valid]) | parts_row(scored.score_parts[valid], config.reward.dimensions)
     row |= _rollout(scored) | {"invalid_scores": int((~valid).sum())}
+    row |= curriculum_row(config, progress.step - 1) | shaping_row(
+        experience, config.ppo, shaping, config.reward.dimensions
+    )
     row["score_shaped_mean"] = float(experience.total(shape_scores(experience, config.ppo, shaping)).mean())
     row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
     row["reward_per_sequence_mean"] = float(experience.total(experience.rewards).sum(dim=1).mean())
@@ -57,6 +61,16 @@ def training_row(
     if "offloaded_pass_seconds" in row:
         row["offloaded_per_generate_ratio"] = row["offloaded_pass_seconds"] / row["generate_seconds"]
     row["tokens_per_second"] = int(scored.response_mask.sum()) / seconds
+    return row
+
+
+def curriculum_row(config: RunConfig, step: int) -> dict[str, float]:
+    """How far lengths and rollouts had grown at a step, counted from 0; nothing where they do not grow."""
+    given, row = config.curriculum, dict[str, float]()
+    if given.steps and given.start_new_tokens:
+        row["curriculum_new_tokens"] = config.new_tokens_at(step)
+    if given.steps and given.start_rollout_batch_size:
+        row["curriculum_rollout_rows"] = config.rows_at(step)
     return row
 
 

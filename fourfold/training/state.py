@@ -54,7 +54,7 @@ class Progress:
     def count(self, scored: ScoredRollout, optimizer_steps: int, settings: PpoSection) -> None:
         """A step is done; the adaptive controller moves kl_coef by the very KL that was penalised."""
         self.step += 1
-        self.episodes += settings.rollout_batch_size
+        self.episodes += len(scored.sequences)
         self.tokens += int(scored.lengths.sum())
         self.optimizer_steps += optimizer_steps
         if settings.kl_controller == "adaptive":

@@ -48,7 +48,7 @@ def scene(
     for override in overrides:
         apply_override(tree, override)
     # A setting that would be ignored is refused.
-    if tree["reward"]["source"] == "model":
+    if tree["reward"]["source"] != "checkpoint":
         del tree["reward"]["checkpoint"]
     small = {"trunk": ("trunk", "branch_layers", 2), "adapters": ("adapters", "rank", 4)}
     if tree["sharing"]["mode"] in small:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,37 @@ def test_four_separate_models_in_float32() -> None:
     assert of(bill, "reference", "weights", CRITIC) == 2 * matrices + 4 * (TABLE + vectors)
     assert of(bill, "actor", "optimizer", SAMPLING) == 8 * POLICY
     assert of(bill, "critic", "optimizer", SAMPLING) == 8 * SCORER
+
+
+PARTS = ['reward.source="combined"', 'critic.init="actor"', 'reward.parts.short.source="function"']
+PARTS += [
+    'reward.parts.short.function="m:f"',
+    'reward.parts.tone.source="http"',
+    'reward.parts.tone.url="http://a:1/x"',
+]
+
+
+def test_parts_without_a_model_hold_nothing_and_each_model_of_a_part_its_own() -> None:
+    """Rules, functions and services cost no bytes; a classifier's are added to those of the run's own reward model."""
+    function = footprint(scene('reward.source="function"', 'reward.function="m:f"', 'critic.init="actor"'))
+    assert footprint(scene(*PARTS)).items == function.items
+    own = footprint(scene(*PARTS, 'reward.parts.liked.source="trained"', 'reward.parts.liked.checkpoint="unused"'))
+    alone = footprint(scene())
+    assert of(own, "reward", "weights", CRITIC) == of(alone, "reward", "weights", CRITIC) == 4 * SCORER
+    judge = architecture(layers=2)
+    classifiers = [
+        f"reward.parts.{name}.{key}" for name in ("tone", "other") for key in ('source="model"', 'model="a/b"')
+    ]
+    both = scene(
+        *PARTS[:4], *classifiers, 'reward.parts.liked.source="trained"', 'reward.parts.liked.checkpoint="unused"'
+    )
+    found = footprint(replace(both, models={**both.models, "reward.parts.tone": judge, "reward.parts.other": judge}))
+    one = 4 * (2 * LAYER + TABLE + 16 + 17)
+    assert of(found, "reward", "weights", CRITIC) == 4 * SCORER + 2 * one
+    # They work one after the other: no more is alive in the moment of scoring than in the fullest of them.
+    kinds = ("activations", "buffers", "logits")
+    moment = Moment("score", "reward")
+    assert [of(found, "reward", kind, moment) for kind in kinds] == [of(own, "reward", kind, moment) for kind in kinds]
 
 
 def test_in_half_precision_masters_and_moments_stay_float32_and_the_sampler_has_a_copy() -> None:

@@ -11,7 +11,7 @@ PROMPTS = [[10 + i, 20 + i] for i in range(7)]
 
 
 def stream(rows: int = 3, responses: int = 1, seed: int = 5) -> PromptStream:
-    return PromptStream(PROMPTS, seed=seed, rows=rows, responses_per_prompt=responses)
+    return PromptStream(PROMPTS, seed=seed, rows=lambda step: rows, responses_per_prompt=responses)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 10])

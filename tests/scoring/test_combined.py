@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.algorithms.rewards import combine_scores
@@ -41,6 +41,7 @@ def part(scene: Scene, name: str, weight: float, function: Function, on_failure:
 
 
 @given(st.lists(st.tuples(*[st.floats(-100, 100)] * 3), min_size=1), st.tuples(*[st.floats(-10, 10)] * 3))
+@settings(deadline=None)
 def test_the_sum_is_that_of_every_row_by_hand(rows: list[tuple[float, ...]], weights: tuple[float, ...]) -> None:
     total = combine_scores(torch.tensor(rows), torch.tensor(weights).expand(len(rows), 3))
     by_hand = [sum(w * s for w, s in zip(weights, row, strict=True)) for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,36 @@ def failing(times: int, calls: list[int]) -> Callable[[list[str], list[str]], li
         return [1.0] * len(responses)
 
     return function
+
+
+def test_a_late_function_is_given_up_after_timeout_seconds() -> None:
+    """Then it counts as a failure: asked again, and in the end stopped at or left out; one in time is heard."""
+    go_on = threading.Event()
+
+    def waits(prompts: list[str], responses: list[str]) -> list[float]:
+        assert not torch.is_grad_enabled(), "as on the thread that scores"
+        go_on.wait(20)
+        return [1.0] * len(responses)
+
+    given: dict[str, Any] = {"timeout_seconds": 0.05, "key": "reward.parts.slow"}
+    late = r"failed 2 times, last with TimeoutError: no answer within reward\.parts\.slow\.timeout_seconds"
+    try:
+        with pytest.raises(RunFailed, match=late):
+            FunctionReward(waits, TOKENIZER, retries=1, **given)(ACTIVATIONS, ROLLOUT)
+        _, valid = FunctionReward(waits, TOKENIZER, retries=0, on_failure="drop", **given)(ACTIVATIONS, ROLLOUT)
+        assert not valid.any()
+    finally:
+        go_on.set()
+    scores, valid = FunctionReward(waits, TOKENIZER, retries=0, timeout_seconds=20.0)(ACTIVATIONS, ROLLOUT)
+    assert valid.all() and scores.tolist() == [1.0] * 3
+
+
+def test_what_a_function_with_a_time_limit_raises_is_its_own() -> None:
+    def raises(prompts: list[str], responses: list[str]) -> list[float]:
+        raise TimeoutError("of the function's own making")
+
+    with pytest.raises(RunFailed, match="last with TimeoutError: of the function's own making"):
+        FunctionReward(raises, TOKENIZER, retries=0, timeout_seconds=20.0)(ACTIVATIONS, ROLLOUT)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

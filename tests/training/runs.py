@@ -194,7 +194,7 @@ def make_trainer(
     """A trainer as the stage ppo makes it, over the base model, before its first step."""
     config = prepare(config)
     base = load_base(config)
-    stored = Path(config.reward.checkpoint) if config.reward.source == "checkpoint" else None
+    stored = Path(config.reward.stored) if config.reward.stored else None
     models = assemble(config, base, None, stored)
     inputs = encode_inputs(config, base, read_records(config), lambda line: None)
     trainer = build_trainer(

@@ -8,7 +8,7 @@ from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
 from fourfold.config.checks.own_models import reference_engine, reward_model
-from fourfold.config.checks.parts import reward_parts
+from fourfold.config.checks.parts import TASK, reward_parts
 from fourfold.config.checks.precision import precision
 from fourfold.config.checks.prior import prior
 from fourfold.config.checks.sampling import sampling
@@ -19,7 +19,7 @@ from fourfold.config.checks.service import (
     roles_of_the_base,
     service,
 )
-from fourfold.config.checks.training import batch_sizes, lengths, optimizers, ppo, warm_ups
+from fourfold.config.checks.training import batch_sizes, curriculum, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
 from fourfold.config.checks.vector import sampled_weights, values
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DATASETS",
     "STAGE_ORDER",
+    "TASK",
     "ignored_keys",
     "is_given",
     "problems",
@@ -56,6 +57,7 @@ def problems(config: RunConfig) -> list[str]:
         *sampled_weights(config),
         *warm_ups(config),
         *lengths(config),
+        *curriculum(config),
         *optimizer_states(config),
         *in_backward(config),
         *attention(config),

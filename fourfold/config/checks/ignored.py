@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from fourfold.config.schema import RewardSection, RunConfig, TrunkSection
+    from fourfold.config.schema import PartSection, RewardSection, RunConfig, TrunkSection
 
 # What training a reward model reads; nothing of it is used when the reward comes from elsewhere.
 REWARD_TRAINING = (
@@ -16,6 +16,25 @@ REWARD_TRAINING = (
 
 # What only a reward model of another family reads.
 REWARD_OWN_MODEL = ("model", "label", "template", "max_tokens", "device", "engine")
+
+# What each kind of part of a combined reward reads, besides its source and weight.
+FAILING = ("timeout_seconds", "on_failure")
+PART_KEYS = {
+    "function": ("function", "retries", *FAILING),
+    "rules": ("rules",),
+    "verifiable": ("task", "task_settings", "size", "seed", "prompt_template", "answer_tag", *FAILING),
+    "http": ("url", "token_env", "max_rows", "retries", *FAILING),
+    "model": REWARD_OWN_MODEL,
+    "trained": ("checkpoint",),
+}
+# What each kind of rule reads, besides its kind and score.
+RULE_KEYS = {
+    "regex": ("pattern", "each", "at_most", "inverted"),
+    "keywords": ("words", "each", "at_most", "inverted"),
+    "length": ("unit", "shortest", "longest", "inverted"),
+    "excess": ("unit", "shortest", "longest", "at_most"),
+    "format": ("format", "inverted"),
+}
 
 
 class Because(Protocol):
@@ -63,6 +82,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because(
             f"sampling.engine = {config.sampling.engine!r} draws as many rows at once as fit", "sampling", "batch_size"
         )
+    if config.curriculum.steps == 0:
+        reason = "curriculum.steps = 0 lets nothing grow"
+        because(reason, "curriculum", "start_new_tokens", "start_rollout_batch_size")
     if config.ppo.length_penalty == 0:
         because("ppo.length_penalty = 0 penalises no length", "ppo", "length_range")
     if not {"wandb", "trackio"} & set(config.tracking.trackers):
@@ -134,14 +156,32 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
     if reward.source != "model":
         reason = f"reward.source = {reward.source!r} brings no model of another family"
         because(reason, "reward", *REWARD_OWN_MODEL)
-    elif reward.engine != "torch":
-        reason = f"reward.engine = {reward.engine!r} runs on the CPU and holds its weights itself"
-        because(reason, "reward", "device", *([] if reward.residency == "service" else ["residency"]))
+    for key, each in reward.classifiers.items():
+        if each.engine != "torch":
+            because(f"{key}.engine = {each.engine!r} runs on the CPU and holds its weights itself", key, "device")
+    if reward.has_model and not reward.of_the_base and all(r.engine != "torch" for r in reward.classifiers.values()):
+        key, each = next(iter(reward.classifiers.items()))
+        reason = f"{key}.engine = {each.engine!r} runs on the CPU and holds its weights itself"
+        because(reason, "reward", *([] if reward.residency == "service" else ["residency"]))
         because(reason, "precision", "reward")
-    if reward.source != "train":
+    if not reward.trains:
         reason = f"reward.source = {reward.source!r} trains no reward model"
         because(reason, "reward", *REWARD_TRAINING)
         because(reason, "data", "pairs", "pairs_test")
+    for name, part in reward.used_parts.items():
+        _of_a_part(f"reward.parts.{name}", part, because)
+
+
+def _of_a_part(key: str, part: PartSection, because: Because) -> None:
+    read = ("source", "weight", *PART_KEYS[part.source])
+    others = (name for name in type(part).model_fields if name not in read)
+    because(f"{key}.source = {part.source!r} does not read it", key, *others)
+    for rule, given in part.rules.items() if part.source == "rules" else ():
+        read, table = ("kind", "score", *RULE_KEYS[given.kind]), f"{key}.rules.{rule}"
+        others = [name for name in type(given).model_fields if name not in read]
+        if given.kind in ("regex", "keywords") and not given.each:
+            because(f"{table}.each = false counts one match", table, "at_most")
+        because(f"{table}.kind = {given.kind!r} does not read it", table, *others)
 
 
 def _of_the_values(config: RunConfig, because: Because) -> None:

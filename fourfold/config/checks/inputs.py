@@ -33,7 +33,7 @@ def stages(config: RunConfig) -> Iterator[str]:
 
 def data(config: RunConfig) -> Iterator[str]:
     needs = {"texts": "sft" in config.stages, "prompts": "ppo" in config.stages, "pairs": False}
-    if "reward" in config.stages and config.reward.source == "train":
+    if "reward" in config.stages and config.reward.trains:
         needs["pairs"] = True
         if config.reward.standardise and config.data.texts is None:
             yield (

@@ -14,7 +14,7 @@ def trained(config: RunConfig) -> dict[str, OptimizerSection]:
     sections: dict[str, OptimizerSection] = {}
     if "sft" in config.stages:
         sections["sft"] = config.sft
-    if "reward" in config.stages and config.reward.source == "train":
+    if "reward" in config.stages and config.reward.trains:
         sections["reward"] = config.reward
     if "ppo" in config.stages:
         sections |= {"ppo": config.ppo, "critic": config.critic}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from string import Formatter
 from typing import TYPE_CHECKING
 
+from fourfold.config.checks.templates import unfit_template
+
 if TYPE_CHECKING:
-    from fourfold.config.schema import RunConfig
+    from fourfold.config.schema import ClassifierSection, RunConfig
 
 
 def reference_engine(config: RunConfig) -> Iterator[str]:
@@ -33,43 +34,32 @@ def reference_engine(config: RunConfig) -> Iterator[str]:
 
 def reward_model(config: RunConfig) -> Iterator[str]:
     reward = config.reward
-    if reward.source != "model":
-        return
-    if not reward.model or reward.model.endswith(".gguf") or reward.model.startswith("package:"):
+    for key, given in reward.classifiers.items():
+        yield from _classifier(key, given)
+    if reward.classifiers and not reward.of_the_base and "ppo" in config.stages and config.critic.init == "reward":
         yield (
-            f"reward.model: given {reward.model!r}, but reward.source = 'model' needs a sequence classifier, which "
-            "GGUF files do not hold; allowed: a folder written by save_pretrained, or a hub id"
-        )
-    if "ppo" in config.stages and config.critic.init == "reward":
-        yield (
-            "critic.init: 'reward' copies the reward model, and that of reward.source = 'model' is of another family: "
+            "critic.init: 'reward' copies the reward model, and that of source = 'model' is of another family: "
             "its layers read other tokens than the actor writes; allowed: 'actor' or 'base'; try critic.init = 'actor'"
         )
-    if problem := _template_problem(reward.template):
-        yield (
-            f"reward.template: given {reward.template!r}, {problem}; allowed: '', 'pair', 'chat', or a text with "
-            "{response} and {prompt} such as 'Q: {prompt} A: {response}' (a brace of its own is written twice)"
-        )
-    if reward.residency == "cpu":
+    if reward.source == "model" and reward.residency == "cpu":
         yield (
             "reward.residency: given 'cpu' beside reward.source = 'model', which has a device of its own; allowed: "
             "'keep', 'park', 'stream' or 'service'; try reward.device = 'cpu'"
         )
-    if reward.label and not any(reward.label.values()):
-        yield f"reward.label: given {reward.label}; allowed: factors of which at least one is not 0"
 
 
-def _template_problem(template: str) -> str:
-    """What is wrong with a reward template; empty where nothing is."""
-    if template in ("", "pair", "chat"):
-        return ""
-    try:
-        parts = list(Formatter().parse(template))
-    except ValueError as error:
-        return f"which cannot be read ({error})"
-    names = [name for _, name, _, _ in parts if name is not None]
-    if unknown := sorted(set(names) - {"prompt", "response"}):
-        return f"which asks for {', '.join(map(repr, unknown))}"
-    if any(spec or conversion for _, _, spec, conversion in parts):
-        return "which formats a text as if it were a number"
-    return "" if "response" in names else "which leaves the response out"
+def _classifier(key: str, given: ClassifierSection) -> Iterator[str]:
+    """A text classifier of another family, described by the table `key`."""
+    if not given.model or given.model.endswith(".gguf") or given.model.startswith("package:"):
+        yield (
+            f"{key}.model: given {given.model!r}, but {key}.source = 'model' needs a sequence classifier, which "
+            "GGUF files do not hold; allowed: a folder written by save_pretrained, or a hub id"
+        )
+    known = given.template in ("", "pair", "chat")
+    if not known and (problem := unfit_template(given.template, "response", "prompt")):
+        yield (
+            f"{key}.template: given {given.template!r}, {problem}; allowed: '', 'pair', 'chat', or a text with "
+            "{response} and {prompt} such as 'Q: {prompt} A: {response}' (a brace of its own is written twice)"
+        )
+    if given.label and not any(given.label.values()):
+        yield f"{key}.label: given {given.label}; allowed: factors of which at least one is not 0"

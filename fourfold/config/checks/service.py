@@ -18,7 +18,10 @@ def roles_at_a_service(config: RunConfig) -> list[str]:
 def roles_of_a_service(config: RunConfig) -> list[str]:
     """Names of the frozen roles that a `fourfold serve` can hold, of the run's own model or of one of their own."""
     still = config.reference.kind not in ("uniform", "moving")
-    can = {"reference": still and config.reference.engine == "torch", "reward": config.reward.has_model}
+    can = {
+        "reference": still and config.reference.engine == "torch",
+        "reward": config.reward.of_the_base or config.reward.source == "model",
+    }
     return [role for role, held in can.items() if held]
 
 
@@ -39,7 +42,7 @@ def service(config: RunConfig) -> Iterator[str]:
     if not (roles or llama_server):
         return
     given = config.service
-    if problem := _problem_of_url(given.url):
+    if problem := problem_of_url(given.url):
         because = " and ".join(f"{role}.residency" for role in roles or ["reference"])
         what = "llama-server" if llama_server else "`fourfold serve`"
         yield (
@@ -85,7 +88,7 @@ def _llama_server(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _problem_of_url(url: str) -> str:
+def problem_of_url(url: str) -> str:
     """What is wrong with it; empty where nothing is."""
     if not url:
         return "not given"

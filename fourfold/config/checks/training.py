@@ -80,6 +80,39 @@ def warm_ups(config: RunConfig) -> Iterator[str]:
             )
 
 
+def curriculum(config: RunConfig) -> Iterator[str]:
+    given, ppo = config.curriculum, config.ppo
+    starts = ("start_new_tokens", "start_rollout_batch_size")
+    if given.steps and not any(getattr(given, name) for name in starts):
+        yield (
+            "curriculum.steps: given, but neither start_new_tokens nor start_rollout_batch_size is, so that nothing "
+            "grows; give one of the two, or leave steps out"
+        )
+    if "ppo" in config.stages and given.steps >= ppo.steps:
+        yield (
+            f"curriculum.steps: given {given.steps}, so that the whole size is never reached in ppo.steps = "
+            f"{ppo.steps}; allowed: less than ppo.steps"
+        )
+    for name, whole, what in (
+        ("start_new_tokens", config.sampling.max_new_tokens, "sampling.max_new_tokens"),
+        ("start_rollout_batch_size", ppo.rollout_batch_size, "ppo.rollout_batch_size"),
+    ):
+        if getattr(given, name) > whole:
+            yield f"curriculum.{name}: given {getattr(given, name)}, but it grows to {what} = {whole}; allowed: less"
+    unit = math.lcm(ppo.mini_batch_size, config.sampling.responses_per_prompt)
+    if given.start_rollout_batch_size % unit:
+        yield (
+            f"curriculum.start_rollout_batch_size: given {given.start_rollout_batch_size}; allowed: a multiple of "
+            f"{unit}, for whole mini-batches (ppo.mini_batch_size) and whole prompts (sampling.responses_per_prompt)"
+        )
+    shortest = config.ppo.length_range[0] if ppo.length_penalty else 0
+    if 0 < given.start_new_tokens < shortest:
+        yield (
+            f"curriculum.start_new_tokens: given {given.start_new_tokens}, shorter than the shortest response of "
+            f"ppo.length_range that is free of ppo.length_penalty; allowed: at least {shortest}"
+        )
+
+
 def lengths(config: RunConfig) -> Iterator[str]:
     low, high = config.ppo.length_range
     longest = config.sampling.max_new_tokens

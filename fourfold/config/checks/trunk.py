@@ -34,7 +34,7 @@ def trunk(config: RunConfig) -> Iterator[str]:
             "memory.optimizer_residency: given 'offload' beside trunk.train = true, whose two gradients are compared "
             "on the device before they go down; allowed there: 'keep', 'park'"
         )
-    mini_batches = config.ppo.updates_a_rollout
+    mini_batches = config.ppo.updates_of(config.rows_at(0))
     if "ppo" in config.stages and given.alternate >= mini_batches:
         yield (
             f"trunk.alternate: given {given.alternate}, but a rollout has {mini_batches} mini-batches in all (ppo."

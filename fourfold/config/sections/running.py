@@ -65,6 +65,30 @@ class SamplingSection(Section):
         return self
 
 
+class CurriculumSection(Section):
+    steps: Count = Field(
+        default=0,
+        description="PPO steps over which the limit of responses, the rollout or both grow evenly, short and small "
+        "first; the step after them has sampling.max_new_tokens and ppo.rollout_batch_size. 0: from the first step on.",
+    )
+    start_new_tokens: Count = Field(
+        default=0, description="Longest response of the first step, in tokens; 0: sampling.max_new_tokens always."
+    )
+    start_rollout_batch_size: Count = Field(
+        default=0,
+        description="Responses of the first rollout; it grows by whole mini-batches. 0: ppo.rollout_batch_size always.",
+    )
+
+    def grown(self, start: int, end: int, step: int, unit: int = 1) -> int:
+        """What `start` (0: no growth) has come to at a step, counted from 0: start + (end - start) step / steps.
+
+        Rounded down to a multiple of `unit`; `end` from step `steps` on.
+        """
+        if not start or step >= self.steps:
+            return end
+        return (start + (end - start) * step // self.steps) // unit * unit
+
+
 class EvaluationSection(Section):
     every: Count = Field(
         default=0, description="PPO steps between evaluations on held-out prompts; 0: start and end only."

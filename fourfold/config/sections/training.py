@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fourfold.config.sections.base import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from fourfold.config.sections.models import RESIDENCY
-from fourfold.config.sections.parts import FUNCTION, PartSection
+from fourfold.config.sections.parts import FUNCTION, ClassifierSection, PartSection
 
 
 class OptimizerSection(Section):
@@ -43,28 +43,73 @@ class SftSection(OptimizerSection):
     max_texts: Count = Field(default=0, description="Use this many texts, drawn by the seed; 0 means all.")
 
 
-class RewardSection(OptimizerSection):
+class RewardSection(OptimizerSection, ClassifierSection):
+    @property
+    def trains(self) -> bool:
+        """Whether the stage reward trains a model."""
+        return self.source == "train" or (self._trained is not None and not self._trained.checkpoint)
+
+    @property
+    def stored(self) -> str:
+        """Folder of a trained reward model that is taken as it is; '' where there is none."""
+        if self.source == "checkpoint":
+            return self.checkpoint
+        return self._trained.checkpoint if self._trained is not None else ""
+
+    @property
+    def stored_key(self) -> str:
+        """The key of the settings that names that folder."""
+        parts = [name for name, part in self.used_parts.items() if part.source == "trained"]
+        return f"reward.parts.{parts[0]}.checkpoint" if parts else "reward.checkpoint"
+
+    def with_stored(self, folder: str) -> RewardSection:
+        """The same reward, whose model of the run's own is one that lies in a folder already."""
+        if self.source != "combined":
+            return self.model_copy(update={"source": "checkpoint", "checkpoint": folder})
+        change = {"checkpoint": folder}
+        parts = {
+            name: part.model_copy(update=change) if part.source == "trained" else part
+            for name, part in self.parts.items()
+        }
+        return self.model_copy(update={"parts": parts})
+
     @property
     def of_the_base(self) -> bool:
-        """Whether the reward model is made of the run's own model: a head above a copy of its layers."""
-        return self.source in ("train", "checkpoint")
+        """Whether a reward model is made of the run's own model: a head above a copy of its layers."""
+        return self.source in ("train", "checkpoint") or self._trained is not None
+
+    @property
+    def classifiers(self) -> dict[str, ClassifierSection]:
+        """The text classifiers of other families by the key of the table that describes them."""
+        if self.source == "model":
+            return {"reward": self}
+        return {f"reward.parts.{name}": part for name, part in self.used_parts.items() if part.source == "model"}
 
     @property
     def has_model(self) -> bool:
         """Whether a role `reward` computes, here or elsewhere."""
-        return self.of_the_base or self.source == "model"
+        return self.of_the_base or bool(self.classifiers)
+
+    @property
+    def used_parts(self) -> dict[str, PartSection]:
+        """Those of a combination; none where there is another source."""
+        return self.parts if self.source == "combined" else {}
+
+    @property
+    def _trained(self) -> PartSection | None:
+        return next((part for part in self.used_parts.values() if part.source == "trained"), None)
 
     @property
     def dimensions(self) -> tuple[str, ...]:
         """Names of the columns of `ScoredRollout.score_parts`: those of the parts, in the order of the file."""
-        return tuple(self.parts) if self.source == "combined" else ("score",)
+        return tuple(self.used_parts) or ("score",)
 
     @property
     def functions(self) -> dict[str, str]:
         """The Python functions that are called, by the table that names them."""
         if self.source == "function":
             return {"reward": self.function}
-        named = {f"reward.parts.{name}": part for name, part in self.parts.items()}
+        named = {f"reward.parts.{name}": part for name, part in self.used_parts.items()}
         return {key: part.function for key, part in named.items() if part.source == "function"}
 
     @property
@@ -83,39 +128,7 @@ class RewardSection(OptimizerSection):
         "score over all parts, and it has none where a part has none. Metrics of each part bear its name.",
     )
     checkpoint: str = Field(default="", description="Folder of a trained reward model (source = 'checkpoint').")
-    function: str = Field(
-        default="",
-        description=FUNCTION,
-    )
-    model: str = Field(
-        default="",
-        description="Sequence classifier (source = 'model'), encoder or decoder: a Hugging Face directory with "
-        "safetensors and tokenizer, or a hub id.",
-    )
-    label: dict[str, float] = Field(
-        default_factory=dict,
-        description="Factor of each logit that counts (source = 'model'), by its label in the model's config, such as "
-        "{POSITIVE = 1.0, NEGATIVE = -1.0}; the score is the sum. A model with one logit needs none.",
-    )
-    template: str = Field(
-        default="",
-        description="What the model of source = 'model' reads. '': prompt and response as one text; 'pair': as the "
-        "tokenizer's two segments; 'chat': as user and assistant in the chat template of its tokenizer; else a text "
-        "with {prompt} and {response}. All are decoded without the actor's special tokens.",
-    )
-    max_tokens: Count = Field(
-        default=0,
-        description="Longest text in tokens of the model of source = 'model'; longer ones lose their beginning "
-        "(special tokens stay). 0: as many as it has positions.",
-    )
-    device: Literal["auto", "cpu"] = Field(
-        default="auto", description="Where the model of source = 'model' runs: where the others do, or on the CPU."
-    )
-    engine: Literal["torch", "onnx", "onnx_int8"] = Field(
-        default="torch",
-        description="What runs the model of source = 'model': torch, or ONNX Runtime on the CPU (extra onnx) with "
-        "float32 or INT8 weights. Exported once into model.cache; at every start its scores are compared with torch's.",
-    )
+    function: str = Field(default="", description=FUNCTION)
     weights: Literal["fixed", "sampled"] = Field(
         default="fixed",
         description="Weights of the parts of source = 'combined': 'fixed', those of the parts; or 'sampled' for every "
@@ -258,5 +271,9 @@ class PpoSection(OptimizerSection):
 
     @property
     def updates_a_rollout(self) -> int:
-        """Optimizer steps of one rollout when no epoch ends early."""
-        return self.num_epochs * -(-self.rollout_batch_size // self.mini_batch_size)
+        """Optimizer steps of one whole rollout when no epoch ends early."""
+        return self.updates_of(self.rollout_batch_size)
+
+    def updates_of(self, rows: int) -> int:
+        """Optimizer steps of a rollout of so many rows when no epoch ends early."""
+        return self.num_epochs * -(-rows // self.mini_batch_size)

@@ -8,6 +8,7 @@ from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.dimensions import DIMENSIONS, STEERING
 from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
+from fourfold.diagnostics.metrics.shaping import SHAPING
 from fourfold.diagnostics.metrics.update import LOSS_SCALE, POLICY, TRUNK, VALUE
 
 __all__ = ["METRICS", "Band", "Metric", "check_row", "metrics_markdown", "table_name"]
@@ -16,6 +17,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
     "ppo_step": {
         "Counters": COUNTERS,
         "Rollout": ROLLOUT,
+        "Shaping of scores": SHAPING,
         "Policy": POLICY,
         "Value": VALUE,
         "Dimensions": DIMENSIONS,

@@ -132,12 +132,14 @@ def _about(scene: Scene, who: str) -> str:
         return f"{cut.trunk} of {scene.base.layers} layers"
     if who == "base":
         return f"{cut.branch} of {scene.base.layers} layers"
-    if who == "reward" and scene.config.reward.source == "model" and who not in scene.models:
+    if who == "reward" and scene.config.reward.classifiers and not scene.classifiers:
         return "a model of its own"
     if who == "reference" and scene.config.reference.kind == "uniform":
         return "uniform" + (", and the actor of step 0" if scene.config.reference.holds_step_0 else "")
     kind = {"none": "a model", "trunk": f"{cut.branch} layers", "adapters": "adapters"}[scene.config.sharing.mode]
     kind = "a model" if who in scene.models else kind
+    if who == "reward" and (others := len(scene.classifiers) - (who in scene.models)):
+        kind = f"{kind} and {others} more" if scene.config.reward.of_the_base else f"{others} models"
     moves = ", follows the actor" if who == "reference" and scene.config.reference.kind == "moving" else ""
     return f"{kind}, {parameters(own_parameters(scene, who))}{moves}"
 

@@ -39,11 +39,6 @@ def weights(scene: Scene, cast: Cast) -> Iterator[Item]:
         yield from _frozen_weights(scene, cast, role)
 
 
-def of_the_base(scene: Scene, role: Role) -> bool:
-    """Whether a role is made of the run's own model."""
-    return role.step_0 or role.name not in scene.models
-
-
 def _of_part(form: Form) -> str:
     a = form.architecture
     held = form.quantized or f"{form.matrices} bytes a number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.planner.architectures import Architecture
@@ -27,6 +28,7 @@ class Role:
     head: HeadForm | None = None
     own_head: bool = False
     tied: bool = False  # the head is the part's own table
+    of_the_base: bool = True  # made of the run's own model
     numbers: NumberHead = ONE_NUMBER  # of a critic or reward model
     step_0: bool = False
 
@@ -127,7 +129,7 @@ class Cast:
     critic: Role
     reference: Role | None  # None: uniform
     step_0: Role | None
-    reward: Role | None
+    rewards: tuple[Role, ...]
     shared_head: HeadForm | None
 
     def roles(self) -> tuple[Role, ...]:
@@ -136,7 +138,7 @@ class Cast:
 
     def frozen(self) -> tuple[Role, ...]:
         """Those of them that only score."""
-        return tuple(role for role in (self.reference, self.step_0, self.reward) if role is not None)
+        return (*(role for role in (self.reference, self.step_0) if role is not None), *self.rewards)
 
 
 def cast_of(scene: Scene) -> Cast:
@@ -171,7 +173,7 @@ def cast_of(scene: Scene) -> Cast:
         critic=critic,
         reference=_reference(scene, own, head, lora=learner.lora, tied=tied),
         step_0=_step_0(scene, own, head, tied=tied),
-        reward=_reward(scene, own),
+        rewards=tuple(_rewards(scene, own)),
         shared_head=head if shared and not a.tied_embeddings else None,
     )
 
@@ -305,7 +307,7 @@ def _reference(scene: Scene, own: Form, head: HeadForm, *, lora: Lora | None, ti
             compute=compute,
             trained=False,
         )
-        return Role("reference", form, head, own_head=True, tied=a.tied_embeddings)
+        return Role("reference", form, head, own_head=True, tied=a.tied_embeddings, of_the_base=False)
     return _of_the_base(scene, own, head, held, tied=tied)
 
 
@@ -329,20 +331,20 @@ def _of_the_base(scene: Scene, own: Form, head: HeadForm, held: str, *, tied: bo
     return Role("reference", form, head, own_head=config.sharing.mode == "none", tied=tied, step_0=step_0)
 
 
-def _reward(scene: Scene, own: Form) -> Role | None:
-    """A reward model of the base, or a classifier whose architecture is known."""
-    settings = scene.config.reward
+def _rewards(scene: Scene, own: Form) -> Iterator[Role]:
+    """A reward model of the base, and classifiers whose architecture is known and that torch runs."""
+    settings, held = scene.config.reward, scene.config.precision.reward
     if settings.of_the_base:
-        return Role("reward", _frozen(own, scene, scene.config.precision.reward, exact=False))
-    if settings.source != "model" or settings.engine != "torch" or "reward" not in scene.models:
-        return None
-    held = scene.config.precision.reward
-    a, width = scene.models["reward"], _held(scene, held)
-    form = Form(
-        architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
-        table=width, cuda=not scene.on_cpu and settings.device != "cpu", quantized=held if held in QUANTIZED else "",
-    )  # fmt: skip
-    return Role("reward", form)
+        yield Role("reward", _frozen(own, scene, held, exact=False))
+    width, quantized = _held(scene, held), held if held in QUANTIZED else ""
+    for key, a in scene.classifiers.items():
+        given = settings.classifiers[key]
+        form = Form(
+            architecture=a, layers=a.layers, embedding=True, norm=True, compute=4, matrices=width, vectors=width,
+            table=width, cuda=not scene.on_cpu and given.device != "cpu", quantized=quantized,
+        )  # fmt: skip
+        if given.engine == "torch":
+            yield Role("reward", form, of_the_base=False)
 
 
 def _frozen(own: Form, scene: Scene, held: str, *, exact: bool) -> Form:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fourfold.planner.bill import KINDS, Item, Kind, Moment, Tier
 from fourfold.planner.footprint.depth import BELOW, Line, Stages
-from fourfold.planner.footprint.held import of_the_base, trained, trunk_cache
+from fourfold.planner.footprint.held import trained, trunk_cache
 from fourfold.planner.footprint.passes import Below, Lesson, Texts, compared, joint, learned, sampled, scored
 from fourfold.planner.footprint.roles import Cast, Role
 from fourfold.planner.scene import WIDTHS, Scene
@@ -107,15 +107,27 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
     yield from _fullest(scene, "actor", moment, "the actor", both)
     if scene.config.sampling.overlap_scoring:
         rows = texts_of(scene, min(texts.rows, micro.rows))
-        for role in cast.frozen():
-            if on_device(scene, role) and not role.step_0:
-                beside = scored(role, rows, below_of(cast, role))
-                yield from _fullest(scene, role.name, moment, f"{rows.rows} rows beside sampling", beside)
+        asked = [role for role in cast.frozen() if on_device(scene, role) and not role.step_0]
+        for name in ("reference", "reward"):
+            roles = [role for role in asked if role.name == name]
+            if roles:
+                beside = _one_after_the_other(cast, roles, rows)
+                yield from _fullest(scene, name, moment, f"{rows.rows} rows beside sampling", beside)
 
 
 def _with_cache(kinds: dict[Kind, Line], size: int) -> dict[Kind, Line]:
     line = kinds.get("trunk cache", Line(0))
     return {**kinds, "trunk cache": line._replace(bytes=line.bytes + size)}
+
+
+def _one_after_the_other(cast: Cast, roles: Sequence[Role], texts: Texts) -> Stages:
+    """The stages of passes of models of one name, of which one works at a time."""
+    found: Stages = {}
+    for number, role in enumerate(roles, start=1):
+        stages = scored(role, texts, below_of(cast, role) if role.of_the_base else Below())
+        which = ", policy of step 0" if role.step_0 else f", model {number}" if number > 1 else ""
+        found |= {f"{SAID.get(stage, stage)}{which}": kinds for stage, kinds in stages.items()}
+    return found
 
 
 def on_device(scene: Scene, role: Role) -> bool:
@@ -132,15 +144,9 @@ def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
     what = f"{micro.rows} rows"
     asked = [role for role in cast.frozen() if role.step_0 or not ahead]
     for name in ("critic", "reference", "reward"):
-        # Reference and the policy of step 0 go through the rollout one after the other.
         roles = [role for role in (cast.critic, *asked) if role.name == name and _is_here(scene, role)]
-        stages: Stages = {}
-        for role in roles:
-            below = below_of(cast, role) if of_the_base(scene, role) else Below()
-            of_step_0 = ", policy of step 0" if role.step_0 else ""
-            found = scored(role, micro, below)
-            stages |= {f"{SAID.get(stage, stage)}{of_step_0}": kinds for stage, kinds in found.items()}
         if roles:
+            stages = _one_after_the_other(cast, roles, micro)
             tier: Tier = "device" if any(on_device(scene, role) for role in roles) else "host"
             yield from _fullest(scene, name, Moment("score", name), what, stages, tier=tier)
     if scene.config.ppo.kl_estimator != "full":
@@ -149,7 +155,7 @@ def _score(scene: Scene, cast: Cast) -> Iterator[Item]:
         stages = scored(cast.actor, micro, below_of(cast, cast.actor))
         yield from _fullest(scene, "actor", Moment("score", "actor"), what, stages)
     elif on_device(scene, cast.reference):
-        own = below_of(cast, cast.reference) if of_the_base(scene, cast.reference) else Below()
+        own = below_of(cast, cast.reference) if cast.reference.of_the_base else Below()
         stages = compared(cast.actor, cast.reference, micro, (below_of(cast, cast.actor), own))
         what = f"{micro.rows} rows, actor and reference"
         yield from _fullest(scene, "actor", Moment("score", "actor"), what, stages)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from fourfold.config.schema import ServiceSection
+from fourfold.config.schema import PartSection, ServiceSection
 from fourfold.errors import RunFailed
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.wire import BadMessage
@@ -20,6 +20,7 @@ from fourfold.scoring.service.wire import BadMessage
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+ANSWER_BYTES = 2**30  # more is no answer to a request about one rollout
 # Statuses that another attempt may change.
 PASSING = (408, 429, 500, 502, 503, 504)
 
@@ -28,11 +29,35 @@ class _Passing(Exception):
     """A failure that another attempt may not meet."""
 
 
-class Service:
-    """A service at an address. Redirections and proxies are not followed, so the token goes nowhere else."""
+class Refused(RunFailed):
+    """An answer whose status says that the same request would be refused again."""
 
-    def __init__(self, settings: ServiceSection, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+class Unanswered(RunFailed):
+    """A request that failed as often as it may be sent."""
+
+
+class Service:
+    """A service at an address. Redirections and proxies are not followed, so the token goes nowhere else.
+
+    `key` is the table of the settings that names it; an answer of more than `answer_bytes` is not read.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSection | PartSection,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        key: str = "service",
+        answer_bytes: int = ANSWER_BYTES,
+    ) -> None:
         self.url = settings.url.rstrip("/")
+        self._key = key
+        self._answer_bytes = answer_bytes
         self._timeout_seconds = settings.timeout_seconds
         self._retries = settings.retries
         self._closed = threading.Event()
@@ -42,7 +67,7 @@ class Service:
         if settings.token_env:
             if not environment.get(settings.token_env):
                 raise ValueError(
-                    f"service.token_env: the environment variable {settings.token_env!r} is not set; put the token of "
+                    f"{key}.token_env: the environment variable {settings.token_env!r} is not set; put the token of "
                     f"{self.url} into it, or leave token_env out for a service without one"
                 )
             self._headers["Authorization"] = f"Bearer {environment[settings.token_env]}"
@@ -73,10 +98,10 @@ class Service:
                 return self._once(method, path, content)
             except _Passing as error:
                 if attempt == self._retries:
-                    raise RunFailed(
+                    raise Unanswered(
                         f"the service at {self.url} failed {attempt + 1} times, last with: {error}; the last good "
                         "checkpoint is kept: mend the service and give the same command again, or raise "
-                        "service.retries or service.timeout_seconds"
+                        f"{self._key}.retries or {self._key}.timeout_seconds"
                     ) from error
                 log.warning("the service at %s: %s; asked again in %g s", self.url, error, pause)
             if self._closed.wait(pause):
@@ -99,11 +124,14 @@ class Service:
         if status in PASSING:
             raise _Passing(said)
         hints = {
-            401: "set service.token_env and that variable",
+            401: f"set {self._key}.token_env and that variable",
             404: "a `fourfold serve` answers there for reference.engine = 'torch', a llama-server for 'llama_cpp'",
         }
-        hint = hints.get(status, "see docs/service.md")
-        raise RunFailed(f"the service at {self.url} refused {path} with {said}; {hint}")
+        if self._key != "service":
+            hints[404] = f"{self._key}.url is the whole address, such as {self.url}{wire.SCORES}"
+        hint = hints.get(status, f"see docs/{'service' if self._key == 'service' else 'rewards'}.md")
+        refused = f"refused {path}".rstrip()
+        raise Refused(f"the service at {self.url} {refused} with {said}; {hint}", status)
 
     def _exchange(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
@@ -112,9 +140,12 @@ class Service:
         try:
             connection.request(method, parts.path + path, content or None, self._headers)
             response = connection.getresponse()
-            return response.status, response.read()
+            content = response.read(self._answer_bytes + 1)
+            if len(content) > self._answer_bytes:
+                raise RunFailed(f"the service at {self.url} answers with more than {self._answer_bytes:,} bytes")
+            return response.status, content
         except TimeoutError as error:
-            raise _Passing(f"no answer within service.timeout_seconds = {self._timeout_seconds:g}") from error
+            raise _Passing(f"no answer within {self._key}.timeout_seconds = {self._timeout_seconds:g}") from error
         except (OSError, http.client.HTTPException) as error:
             raise _Passing(f"{type(error).__name__}: {error}") from error
         finally:

@@ -90,6 +90,17 @@ def float32(numbers: Any, count: int, what: str) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
+def scores_or_none(numbers: Any, count: int) -> list[float | None]:
+    """`count` scores from JSON, null or a number beyond float32 where a row has none."""
+    if not isinstance(numbers, list) or len(numbers) != count:
+        given = f"{len(numbers)}" if isinstance(numbers, list) else type(numbers).__name__
+        raise BadMessage(f"scores: {count} numbers are wanted, given {given}")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, float, type(None))):
+            raise BadMessage(f"scores: {number!r} is neither a number nor null")
+    return [None if number is None or not abs(number) <= FLOAT32_MAX else float(number) for number in numbers]
+
+
 def token_rows(message: dict[str, Any], vocabulary: int) -> Rows:
     """The rows of a request."""
     prompts, responses = _lists(message, list)
