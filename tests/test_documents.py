@@ -12,6 +12,7 @@ import pytest
 
 from fourfold.cli.main import COMMANDS, build_parser, main
 from fourfold.config import load_config
+from fourfold.diagnostics.doctor.markdown import doctor_markdown
 from fourfold.diagnostics.metrics import metrics_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,11 @@ def test_a_make_target_of_the_readme_exists(target: str) -> None:
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)", README))))
 def test_a_page_that_the_readme_links_exists(link: str) -> None:
     assert (ROOT / link).exists()
+
+
+def test_the_page_of_the_doctor_is_in_step() -> None:
+    """Bring it up to date with the text of `fourfold.diagnostics.doctor.markdown.doctor_markdown()`."""
+    assert (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8") == doctor_markdown()
 
 
 def test_the_page_of_metrics_is_in_step() -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "watch": "follow a run in the terminal: values, seconds by phase, what the doctor says",
     "report": "show a run as one page: curves, verdicts, samples, tokens, memory and time",
     "study": "run variants of a configuration side by side: priors, sharing, the critic's start, update ratios",
+    "doctor": "say what is wrong with a run, with evidence, and which setting to change",
     "sample": "write with the trained actor beside the reference",
     "credit": "which tokens helped one part of the reward and hurt another, by a vector critic",
     "serve": "score for other runs: reference and reward as a service over HTTP",

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.diagnostics.doctor_says import Verdict, by_severity, verdicts_of
+from fourfold.diagnostics.doctor import Verdict, by_severity
+from fourfold.diagnostics.doctor_says import verdicts_of
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.run_files import STATE
 from fourfold.diagnostics.run_record import Points, RunRecord, read_run

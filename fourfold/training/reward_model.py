@@ -61,12 +61,26 @@ def scores_of(scorer: Scorer, cache: TextCache, texts: Texts, rows_at_once: int 
     return scores
 
 
-def pair_accuracy(scorer: Scorer, cache: TextCache, pairs: Sequence[Pair], rows_at_once: int | BatchSize) -> float:
-    """Share of pairs whose chosen text has the higher score; a tie counts half."""
+def held_out_margins(
+    scorer: Scorer, cache: TextCache, pairs: Sequence[Pair], rows_at_once: int | BatchSize
+) -> list[float]:
+    """Score of the chosen text less that of the rejected one, for every pair."""
     texts = sorted({tuple(text) for pair in pairs for text in pair})
     score = dict(zip(texts, scores_of(scorer, cache, texts, rows_at_once).tolist(), strict=True))
-    wins = [score[tuple(a)] - score[tuple(b)] for a, b in pairs]
-    return sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in wins) / len(wins)
+    return [score[tuple(a)] - score[tuple(b)] for a, b in pairs]
+
+
+def pair_accuracy(margins: Sequence[float]) -> float:
+    """Share of pairs whose chosen text has the higher score; a tie counts half."""
+    return sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins) / len(margins)
+
+
+def pair_confidence(margins: Sequence[float], scale: float) -> float:
+    """Mean of sigmoid(|margin| / scale): how sure the model is of its rankings, `scale` being what standardising made.
+
+    A calibrated model ranks that share of the pairs as people do (Bradley and Terry 1952).
+    """
+    return sum(1 / (1 + math.exp(-abs(margin) / scale)) for margin in margins) / len(margins)
 
 
 def train_reward(
@@ -122,7 +136,9 @@ def train_reward(
     metrics: dict[str, float] = {"pairs": len(pairs)}
     metrics |= stage.noted(settings.micro_batch_size)
     if test:
-        metrics["pair_accuracy"] = pair_accuracy(scorer, cache, test, size)
+        margins = held_out_margins(scorer, cache, test, size)
+        metrics["pair_accuracy"] = pair_accuracy(margins)
+        metrics["pair_confidence"] = pair_confidence(margins, float(scorer.head.scale))
         metrics["test_pairs"] = len(test)
     save_role(folder / "model", scorer, record)
     return metrics

@@ -14,7 +14,15 @@ from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base
 from fourfold.models.roles import Scorer
 from fourfold.models.storage import load_role
-from fourfold.training.reward_model import bradley_terry_sum, pair_accuracy, pair_margins, scores_of, standardise
+from fourfold.training.reward_model import (
+    bradley_terry_sum,
+    held_out_margins,
+    pair_accuracy,
+    pair_confidence,
+    pair_margins,
+    scores_of,
+    standardise,
+)
 from fourfold.training.supervised import fill_cache
 from fourfold.training.texts import TextCache
 from training.runs import SHARINGS, make_config, merged, run, settings
@@ -63,7 +71,17 @@ def test_scores_are_read_at_the_last_token_whatever_stands_beside(tmp_path: Path
     margins = [alone[0] - alone[1], alone[2] - alone[0], alone[1] - alone[3], 0.0]
     assert pair_margins(scorer, cache, PAIRS).tolist() == pytest.approx(margins, abs=1e-5)
     wins = sum(margin > 0 for margin in margins[:3])
-    assert pair_accuracy(scorer, cache, PAIRS, 2) == (wins + 0.5) / 4, "a tie counts half"
+    assert pair_accuracy(held_out_margins(scorer, cache, PAIRS, 2)) == (wins + 0.5) / 4, "a tie counts half"
+
+
+def test_the_confidence_of_a_model_that_draws_its_pairs_is_its_accuracy() -> None:
+    """Of pairs that a Bradley-Terry model with these margins has chosen, it ranks that share right, on average."""
+    margins = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 1.5
+    chosen = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) < margins.sigmoid()
+    signed = torch.where(chosen, margins, -margins).tolist()
+    assert pair_confidence(signed, 1.0) == pytest.approx(pair_accuracy(signed), abs=0.01)
+    assert pair_confidence([4 * margin for margin in signed], 4.0) == pytest.approx(pair_confidence(signed, 1.0))
+    assert pair_confidence([0.0, 0.0], 1.0) == 0.5
 
 
 @torch.no_grad()
@@ -90,7 +108,7 @@ def test_scores_that_are_not_finite_stop_the_stage_and_count_for_nothing(tmp_pat
     with pytest.raises(RunFailed, match=message):
         scores_of(scorer, cache, TEXTS, 2)
     with pytest.raises(RunFailed, match=message):
-        pair_accuracy(scorer, cache, PAIRS, 2)
+        held_out_margins(scorer, cache, PAIRS, 2)
     with pytest.raises(RunFailed, match="scores of 2 texts have the standard deviation nan"):
         standardise(scorer, torch.tensor([1.0, value]))
     assert scorer.head.scale == 1.0 and scorer.head.shift == 0.0
@@ -131,6 +149,7 @@ def test_a_few_pairs_are_learned_and_the_stored_model_is_standardised(tmp_path: 
     config = make_config(merged(tree, merged(changes, SHARINGS[sharing])))
     with torch.enable_grad():
         metrics = run(merged(tree, merged(changes, SHARINGS[sharing])))["stages"]["reward"]
+    assert 0.5 < metrics.pop("pair_confidence") < 1.0
     assert metrics == {"pairs": 3, "pair_accuracy": 1.0, "test_pairs": 3}
 
     base = load_base(config)

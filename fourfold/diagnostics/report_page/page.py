@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from fourfold.config.template import toml_value
-from fourfold.diagnostics.doctor_says import Verdict, by_severity
+from fourfold.diagnostics.doctor import Verdict, by_severity
 from fourfold.diagnostics.numbers import change, short
 from fourfold.diagnostics.pages.document import document, section, tile
 from fourfold.diagnostics.pages.elements import Child, h

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
-from fourfold.diagnostics.doctor_says import Verdict, by_severity
+from fourfold.diagnostics.doctor import Verdict, by_severity
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.report_page.charts import coded
 

@@ -1,0 +1,203 @@
+"""What can be wrong with the reward: numbers that teach nothing, mislead, or are none."""
+
+from __future__ import annotations
+
+import numpy
+
+from fourfold.diagnostics.doctor.records import CannotJudge, Records
+from fourfold.diagnostics.doctor.robust import (
+    Estimate,
+    correlation,
+    fisher,
+    phi,
+    ranks,
+    share,
+    spread,
+)
+from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
+
+# Share of responses with the very same highest score, and of those that the clip holds.
+SAME, CLIPPED = 0.75, 0.2
+# Distance of a score from the median, in spreads.
+FAR = 20.0
+FAILING = 0.0
+# Rank correlation of score and length.
+LENGTH = 0.6
+# Pairs ranked as people do; confidence of the reward model less that.
+CHANCE, OVERCONFIDENT = 0.6, 0.1
+FEWEST_PAIRS = 20
+
+
+def saturation(records: Records) -> Finding:
+    """Nearly all responses get the highest score there is: what is left to learn does not show."""
+    step, kept = records.last_training()
+    scores = kept.scores.double().numpy()
+    clip, top = records.config.ppo.score_clip, float(scores.max())
+    tolerance = 1e-6 * max(1.0, abs(top))
+    at_top = share(int((scores >= top - tolerance).sum()), len(scores))
+    held = share(int((numpy.abs(scores) >= clip).sum()), len(scores)) if clip else Estimate(0.0, 0.0)
+    evidence = f"step {step}: {at_top.value:.0%} of the responses have the highest score, {top:.3g} (limit {SAME:.0%})"
+    coef = 2 * records.config.ppo.kl_coef or 0.05
+    remedy = f"ppo.kl_coef = {coef:g}  # there is nothing more to gain; or take a reward that goes on"
+    confidence = at_top.above(SAME)
+    if clip and held.above(CLIPPED) > confidence:
+        confidence = held.above(CLIPPED)
+        evidence = f"step {step}: ppo.score_clip = {clip:g} holds {held.value:.0%} of the scores (limit {CLIPPED:.0%})"
+        remedy = f"ppo.score_clip = {float(numpy.quantile(numpy.abs(scores), 0.99)):.2g}  # is {clip:g}"
+    return Finding(evidence, confidence, remedy, (step, step))
+
+
+def outliers(records: Records) -> Finding:
+    """Single scores far from all others: a return of theirs moves the critic more than all the rest together."""
+    found = list(records.kept_scores())
+    if not found:
+        raise CannotJudge("no rollout is kept, whose scores tell what is usual; see evaluation.keep_rollouts")
+    scores = numpy.concatenate([scores for _, scores in found])
+    centre, usual = float(numpy.median(scores)), spread(scores)
+    if usual == 0:
+        raise CannotJudge("all scores of the kept rollouts are alike")
+    low, high = (records.series(f"score_raw_{end}", 1) for end in ("min", "max"))
+    distances = numpy.maximum(numpy.abs(low.values - centre), numpy.abs(high.values - centre)) / usual
+    at = int(distances.argmax())
+    # A spread of n numbers is known to about 1 / sqrt(2 n) of itself.
+    far = Estimate(float(distances[at]), float(distances[at]) / (2 * len(scores)) ** 0.5)
+    evidence = (
+        f"step {high.steps[at]}: scores from {low.values[at]:.4g} to {high.values[at]:.4g}; the median of the kept "
+        f"rollouts is {centre:.3g}, the spread {usual:.3g}: {far.value:.3g} spreads away (limit {FAR:g}); beyond it in "
+        f"{int((distances > FAR).sum())} of {len(distances)} steps"
+    )
+    clipped = records.config.ppo.score_clip
+    remedy = f"ppo.score_clip = {abs(centre) + 5 * usual:.2g}  # five spreads"
+    if clipped and clipped < centre + FAR * usual:
+        return Finding(f"{evidence}; ppo.score_clip = {clipped:g} holds them", 0.0, remedy, high.all_steps)
+    return Finding(evidence, far.above(FAR), remedy, (high.steps[at], high.steps[at]))
+
+
+def failing_scorer(records: Records) -> Finding:
+    """Responses without a valid score."""
+    stopped = "no valid score" in records.failure or "reward function" in records.failure
+    if stopped:
+        remedy = "reward.on_failure = 'drop'  # after the reward is mended; reward.retries asks it again"
+        return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (records.last_step, records.last_step + 1))
+    invalid = records.series("invalid_scores", 1)
+    count, total = int(invalid.values.sum()), records.config.ppo.rollout_batch_size * len(invalid.steps)
+    bad = [step for step, number in zip(invalid.steps, invalid.values, strict=True) if number]
+    evidence = f"{count} of {total} responses got no valid score (limit 0), in {len(bad)} of {len(invalid.steps)} steps"
+    retries = records.config.reward.retries
+    remedy = f"reward.retries = {retries + 3}  # is {retries}; mend the function first"
+    return Finding(evidence, float(count > 0), remedy, (bad[0], bad[-1]) if bad else invalid.all_steps)
+
+
+def length_bias(records: Records) -> Finding:
+    """The score follows the length of the response."""
+    step, kept = records.last_training()
+    scores, lengths = kept.scores.double().numpy(), kept.lengths.double().numpy()
+    if lengths.std() == 0 or scores.std() == 0:
+        raise CannotJudge("all responses of the kept rollout have one length, or one score")
+    r = correlation(ranks(scores), ranks(lengths))
+    found = fisher(abs(r), len(scores))
+    evidence = f"step {step}: score and length have the rank correlation {r:+.2f} (limit {LENGTH})"
+    shortest, longest = int(numpy.quantile(lengths, 0.25)), int(numpy.quantile(lengths, 0.75))
+    free = f"ppo.length_range = [{shortest}, {longest}]"
+    remedy = f"ppo.length_penalty = 0.1; {free}  # half of the responses are that long; or mend the reward"
+    return Finding(evidence, found.above(fisher(LENGTH, len(scores)).value), remedy, (step, step))
+
+
+def _pairs(records: Records) -> tuple[float, int]:
+    stage = records.reward_stage
+    if "pair_accuracy" not in stage:
+        raise CannotJudge("no reward model was trained here with held-out pairs (data.pairs_test)")
+    if (count := int(stage["test_pairs"])) < FEWEST_PAIRS:
+        raise CannotJudge(f"{count} held-out pairs; {FEWEST_PAIRS} are needed")
+    return float(stage["pair_accuracy"]), count
+
+
+def near_chance(records: Records) -> Finding:
+    """The reward model ranks pairs hardly better than a coin."""
+    accuracy, count = _pairs(records)
+    found = share(round(accuracy * count), count)
+    evidence = f"{accuracy:.1%} of {count} held-out pairs are ranked as people do (limit {CHANCE:.0%}, a coin has 50 %)"
+    epochs = records.config.reward.num_epochs
+    remedy = f"reward.num_epochs = {epochs + 1}  # or more and cleaner data.pairs; is {epochs}"
+    return Finding(evidence, phi(CHANCE - accuracy, found.error), remedy, (0, 0))
+
+
+def miscalibration(records: Records) -> Finding:
+    """The reward model is surer of its rankings than they are right."""
+    accuracy, count = _pairs(records)
+    sure = records.reward_stage.get("pair_confidence")
+    if sure is None:
+        raise CannotJudge("the stage reward has not noted its pair_confidence; run it again")
+    gap = Estimate(float(sure) - accuracy, share(round(accuracy * count), count).error)
+    evidence = (
+        f"on {count} held-out pairs the mean of sigmoid(|margin|) is {sure:.1%}, and {accuracy:.1%} are ranked right: "
+        f"{gap.value:+.1%} too sure (limit {OVERCONFIDENT:.0%})"
+    )
+    epochs = records.config.reward.num_epochs
+    fewer = f"reward.num_epochs = {epochs // 2}" if epochs > 1 else "reward.weight_decay = 0.1"
+    return Finding(evidence, gap.above(OVERCONFIDENT), f"{fewer}  # or more data.pairs", (0, 0))
+
+
+DIAGNOSES = (
+    Diagnosis(
+        "reward saturation",
+        "reward",
+        "warning",
+        "Nearly all responses get one and the same highest score, or are held by the clip: differences that could "
+        "teach do not show.",
+        f"Newest training rollout: share of responses with the highest score, limit {SAME:.0%}; share held by "
+        f"`ppo.score_clip`, limit {CLIPPED:.0%}. The larger of the two confidences.",
+        "Stop here, or take a reward that goes on; raise `ppo.score_clip`.",
+        saturation,
+    ),
+    Diagnosis(
+        "reward outliers",
+        "reward",
+        "warning",
+        "Single scores are so far from all others that they decide what critic and actor learn.",
+        "x = the largest distance of score_raw_min or score_raw_max of a row from the median of the scores of all kept "
+        f"rollouts, in their spread; s = x / sqrt(2 n) for n scores. Confidence that x is above {FAR:g}. Not named "
+        "where `ppo.score_clip` holds them.",
+        "Set `ppo.score_clip`.",
+        outliers,
+    ),
+    Diagnosis(
+        "failing scorer",
+        "reward",
+        "ill",
+        "Responses without a valid score: None, NaN, infinite, or a function that raises.",
+        "Sum of invalid_scores is above 0, or the run stopped over it: a fact, confidence 1.",
+        "Mend the function; `reward.retries` asks it again.",
+        failing_scorer,
+    ),
+    Diagnosis(
+        "reward length bias",
+        "reward",
+        "warning",
+        "The score follows the length of the response.",
+        f"Newest training rollout: |rank correlation of score and length|; confidence (Fisher's z, error 1 / sqrt(n - "
+        f"3)) that it is above {LENGTH}.",
+        "Set `ppo.length_penalty` with `ppo.length_range`; balance the lengths of chosen and rejected texts.",
+        length_bias,
+    ),
+    Diagnosis(
+        "reward model near chance",
+        "reward",
+        "ill",
+        "The reward model ranks held-out pairs hardly better than a coin.",
+        f"pair_accuracy of the stage reward, error of a share of test_pairs; confidence that it is below {CHANCE}. "
+        f"{FEWEST_PAIRS} pairs are needed.",
+        "More `data.pairs`, cleaner ones, or more `reward.num_epochs`.",
+        near_chance,
+    ),
+    Diagnosis(
+        "reward miscalibration",
+        "reward",
+        "warning",
+        "The reward model is surer of its rankings than they are right, so its scores are stretched where it guesses.",
+        f"pair_confidence - pair_accuracy of the stage reward (mean of sigmoid(|margin|), before standardising); "
+        f"confidence that it is above {OVERCONFIDENT}.",
+        "Lower `reward.num_epochs`, set `reward.weight_decay`, give more `data.pairs`.",
+        miscalibration,
+    ),
+)

@@ -1,0 +1,185 @@
+"""`fourfold doctor`: no false alarm on healthy runs, runs in every state, and what could not be judged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diagnostics.patients import WORTH, examined, found, patient
+from fourfold.cli.main import main
+from fourfold.config.describe import all_settings
+from fourfold.config.loading import apply_override, parse_config, read_toml
+from fourfold.diagnostics.doctor import DIAGNOSES, Diagnosis, diagnose, examine
+from fourfold.diagnostics.doctor.records import CannotJudge, read_records
+from fourfold.diagnostics.doctor.verdict import CONFIDENT
+from fourfold.diagnostics.run_state import noted_state
+from fourfold.errors import Interrupted
+
+SEEDS = range(5)
+FAMILIES = ("critic", "policy", "reward", "system")
+
+
+@pytest.fixture(scope="module")
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy")
+    examined(patient(folder))
+    return folder / "run"
+
+
+def copied(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder / "run"))
+
+
+@pytest.mark.parametrize("seed", [seed for seed in SEEDS if seed])
+def test_a_healthy_run_raises_no_alarm(tmp_path: Path, seed: int) -> None:
+    """No alarm of any severity; with seed 0 in the next test these are five."""
+    examination = examined(patient(tmp_path, seed=seed))
+    found(examination)
+    assert {verdict.name for verdict in examination.verdicts} == {f"{family} healthy" for family in FAMILIES}
+
+
+def test_a_healthy_run_is_told_so(healthy_run: Path) -> None:
+    examination = examine(healthy_run)
+    found(examination)
+    verdicts = {verdict.name: verdict for verdict in examination.verdicts}
+    assert verdicts.keys() == {f"{family} healthy" for family in FAMILIES}
+    assert all(verdict.severity == "good" and not verdict.remedy for verdict in verdicts.values())
+    assert "Spearman" in verdicts["critic healthy"].evidence
+    start = "before the first step |log ratio| was 0.0e+00 and KL 0.0e+00"
+    assert start in verdicts["policy healthy"].evidence, "FAULTS N9"
+    assert examination.state == "finished, 15 of 15 steps"
+    assert diagnose(healthy_run) == list(examination.verdicts)
+
+
+def test_a_run_with_its_trunk_trained_is_healthy_too(tmp_path: Path) -> None:
+    """The drift is there, and small."""
+    found(examined(patient(tmp_path, changes={"trunk": {"train": True}})))
+
+
+def test_the_command_prints_a_table_and_leaves_0(healthy_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(healthy_run)]) == 0
+    out = capsys.readouterr().out
+    assert "good: critic healthy" in out and "not judged:" in out and "trunk drift" in out
+
+
+def test_the_command_prints_json(healthy_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(healthy_run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.keys() == {"state", "verdicts", "unjudged"}
+    expected = {"name", "severity", "evidence", "confidence", "remedy", "steps"}
+    assert all(verdict.keys() == expected for verdict in told["verdicts"])
+
+
+def test_what_is_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path / "nowhere")]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_log_that_is_none_is_bad_input(healthy_run: Path, tmp_path: Path) -> None:
+    run = copied(healthy_run, tmp_path)
+    (run / "ppo" / "metrics.jsonl").write_text("no row\nno row either\n", encoding="utf-8")
+    assert main(["doctor", str(run)]) == 2
+
+
+def test_a_run_that_goes_on_is_read_as_far_as_it_is(healthy_run: Path, tmp_path: Path) -> None:
+    """Its last row is half written, and files of the coming evaluation may be there already."""
+    run = copied(healthy_run, tmp_path)
+    log = run / "ppo" / "metrics.jsonl"
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= 12]
+    log.write_text("\n".join(lines) + '\n{"kind": "ppo_step", "st', encoding="utf-8")
+    with noted_state(run, ["ppo"]):
+        examination = examine(run)
+    assert examination.state == "running, 12 of 15 steps"
+    [critic] = [verdict for verdict in examination.verdicts if verdict.name.startswith("critic")]
+    assert critic.steps[1] <= 12
+
+
+def test_an_interrupted_run_says_by_what(healthy_run: Path, tmp_path: Path) -> None:
+    run = copied(healthy_run, tmp_path)
+    with contextlib.suppress(Interrupted), noted_state(run, ["ppo"]):
+        raise Interrupted("stopped after step 15 of 20")
+    examination = examine(run)
+    assert examination.state == "interrupted, 15 of 15 steps: stopped after step 15 of 20"
+    found(examination)
+
+
+def test_without_kept_rollouts_it_says_what_it_could_not_judge(healthy_run: Path, tmp_path: Path) -> None:
+    run = copied(healthy_run, tmp_path)
+    for name in ("evaluations", "rollouts"):
+        shutil.rmtree(run / "ppo" / name)
+    examination = examine(run)
+    found(examination)
+    reasons = {each.name: each.reason for each in examination.unjudged}
+    by_rollouts = {"critic underfit: bias", "critic underfit: variance", "critic overfit", "critic length bias"}
+    by_rollouts |= {"critic healthy", "reward hacking", "reward saturation", "reward outliers", "stale data"}
+    assert by_rollouts <= reasons.keys()
+    assert all("keep_rollouts" in reasons[name] for name in by_rollouts)
+    assert not {"critic plateau", "entropy collapse", "KL runaway"} & reasons.keys()
+
+
+def test_a_damaged_rollout_is_named_and_the_rest_is_judged(healthy_run: Path, tmp_path: Path) -> None:
+    run = copied(healthy_run, tmp_path)
+    file = run / "ppo" / "evaluations" / "step-000015.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+    examination = examine(run)
+    found(examination)
+    reasons = {each.name: each.reason for each in examination.unjudged}
+    assert "step-000015.parquet: not a readable Parquet file" in reasons["critic overfit"]
+    assert "policy healthy" in {verdict.name for verdict in examination.verdicts}
+
+
+def test_before_the_first_step_nothing_is_judged(healthy_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(healthy_run / "config.toml", run)
+    examination = examine(run)
+    found(examination)
+    assert examination.state == "unknown, 0 of 15 steps"
+
+
+def test_every_diagnosis_is_declared_in_full_once() -> None:
+    names = [each.name for each in DIAGNOSES]
+    assert len(set(names)) == len(names) >= 26
+    for each in DIAGNOSES:
+        assert all((each.meaning, each.formula, each.remedy)) and each.severity != "good"
+        assert each.meaning.endswith(".") and each.formula.endswith(".") and each.remedy.endswith("."), each.name
+
+
+def test_every_disease_has_a_run_that_was_made_ill() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_doctor_*.py"))
+    for each in DIAGNOSES:
+        assert f'"{each.name}"' in tests, f"{each.name} is expected of no run"
+
+
+@pytest.mark.parametrize("verdict", [each.name for each in DIAGNOSES])
+def test_every_setting_that_a_remedy_names_exists(verdict: str) -> None:
+    """FAULTS J10: of the declarations."""
+    [each] = [each for each in DIAGNOSES if each.name == verdict]
+    named = re.findall(r"`([a-z]+\.[a-z_]+)`", f"{each.formula} {each.remedy}")
+    known = {*all_settings(), *(name.rpartition(".")[0] for name in all_settings())}
+    assert known >= set(named), named
+
+
+@pytest.mark.parametrize("diagnosis", DIAGNOSES, ids=lambda each: each.name)
+def test_every_line_that_a_remedy_proposes_is_a_setting(healthy_run: Path, diagnosis: Diagnosis) -> None:
+    """FAULTS J10: what stands before the '#', given as overrides of this run's settings, is taken."""
+    try:
+        remedy = diagnosis.judge(read_records(healthy_run)).remedy
+    except CannotJudge:
+        pytest.skip("this run has no data for it")
+    tree = read_toml(healthy_run / "config.toml")
+    for line in remedy.split("  #")[0].split("; "):
+        key, _, value = line.partition(" = ")
+        assert key in all_settings()
+        apply_override(tree, f"{key}={value}")
+    parse_config(tree, source="remedy")
+
+
+def test_the_words_of_the_healthy_run_are_four() -> None:
+    """The returns that its critic can know are worth a spread of about 1."""
+    assert len(WORTH) == 4 and sum(WORTH.values()) == 0 and CONFIDENT == 0.9
