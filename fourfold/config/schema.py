@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from fourfold.config.checks import problems
 from fourfold.config.sections.base import Count, Section
+from fourfold.config.sections.critic import CriticSection
 from fourfold.config.sections.data import DataSection, DatasetSection
 from fourfold.config.sections.models import (
     AdaptersSection,
@@ -26,7 +27,7 @@ from fourfold.config.sections.models import (
 )
 from fourfold.config.sections.parts import PartSection
 from fourfold.config.sections.running import CheckpointSection, EvaluationSection, SamplingSection, TrackingSection
-from fourfold.config.sections.training import CriticSection, OptimizerSection, PpoSection, RewardSection, SftSection
+from fourfold.config.sections.training import OptimizerSection, PpoSection, RewardSection, SftSection
 
 __all__ = [
     "AdaptersSection",
@@ -96,7 +97,8 @@ class RunConfig(Section):
         turns = self.trunk.turns(updates)
         return {
             "actor": learning * (updates - turns["critic"]),
-            "critic": warmup * updates + learning * (updates - turns["actor"]),
+            "critic": self.critic.pretrain_rollouts * ppo.mini_batches
+            + self.critic.updates_per_actor * (warmup * updates + learning * (updates - turns["actor"])),
         }
 
     def evaluated_after(self, step: int) -> bool:

@@ -31,6 +31,11 @@ class PromptStream:
         self._prompts_a_step = rows // responses_per_prompt
         self._orders: dict[int, list[int]] = {}
 
+    def elsewhere(self, seed: int) -> PromptStream:
+        """The same prompts in other orders, with other random numbers for their responses."""
+        rows = self._prompts_a_step * self._per_prompt
+        return PromptStream(self._prompts, seed=seed, rows=rows, responses_per_prompt=self._per_prompt)
+
     def batch(self, step: int) -> PromptBatch:
         """The prompts of a step (counted from 0); the responses to one prompt stand side by side."""
         first = step * self._prompts_a_step

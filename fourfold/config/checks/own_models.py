@@ -40,10 +40,11 @@ def reward_model(config: RunConfig) -> Iterator[str]:
             f"reward.model: given {reward.model!r}, but reward.source = 'model' needs a sequence classifier, which "
             "GGUF files do not hold; allowed: a folder written by save_pretrained, or a hub id"
         )
-    if "ppo" in config.stages and config.critic.init == "reward":
+    if "ppo" in config.stages and config.critic.from_reward:
         yield (
             "critic.init: 'reward' copies the reward model, and that of reward.source = 'model' is of another family: "
-            "its layers read other tokens than the actor writes; allowed: 'actor' or 'base'; try critic.init = 'actor'"
+            "its layers read other tokens than the actor writes; allowed: 'actor' or 'base', or critic.model; try "
+            "critic.init = 'actor'"
         )
     if problem := _template_problem(reward.template):
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fourfold.planner.bill import MOMENTS, Item, Moment
 from fourfold.planner.footprint.held import weights
@@ -91,6 +92,8 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
     if cast.step_0 is not None:
         reference += cast.step_0.own_bytes() if half else own
     reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
+    if reward and cast.reward is not None:  # all layers, whatever the critic has
+        reward = 4 * replace(cast.reward, form=replace(cast.reward.form, trained=True)).trained_numbers()
     # Rounding a matrix: the narrow one and what is compared, 2 + 2 + 3 bytes a number, or 2 and 4 of it widened again.
     rounded = (7 if half else 6) * cast.actor.largest() if reference or reward else 0
     return shared + own + reference + scorer + reward + rounded, "actor, critic, reference and reward in float32"
