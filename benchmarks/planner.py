@@ -43,12 +43,14 @@ class Case:
     settings: tuple[str, ...]
     batch: tuple[int, int, int, int] = (16, 16, 16, 8)
     ragged: bool = False
+    critic: str = ""  # the model of a critic with one of its own
 
     @property
     def name(self) -> str:
         """For people, and for --case."""
         rows, prompt, response, micro = self.batch
-        said = ", ".join(setting.replace('"', "") for setting in self.settings) or "defaults"
+        given = [setting.replace('"', "") for setting in self.settings]
+        said = ", ".join(given + [f"critic.model={self.critic}"] * bool(self.critic)) or "defaults"
         shape = f"{rows} x {prompt} + {response} by {micro}{' of several lengths' * self.ragged}"
         return f"{self.model}: {said}; {shape}"
 
@@ -96,6 +98,9 @@ CASES = (
     Case("llama", (TRUNK, _frozen("int8"))),
     Case("llama", (ADAPTERS, _frozen("nf4"), HALF)),
     Case("llama", (TRUNK, _frozen("float16"), 'precision.reference="float16"', 'precision.reward="float16"')),
+    Case("llama", (SEPARATE, "critic.layers=2")),
+    Case("llama", (TRUNK, HALF), (32, 32, 32, 16), critic="gpt2"),
+    Case("llama", (ADAPTERS, "critic.ensemble=4", "ppo.value_clip_eps=0.0"), critic="tiny"),
 )
 
 
@@ -125,6 +130,8 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
     }
     for setting in case.settings:
         apply_override(tree, setting)
+    if case.critic:
+        tree["critic"]["model"] = str(folder / f"critic-{case.critic}")
     if "trunk.train=true" in case.settings or tree["sharing"]["mode"] == "trunk":
         tree["trunk"] = {"branch_layers": 2} | tree.get("trunk", {})
     return tree
@@ -146,6 +153,8 @@ def carry_out(case: Case, folder: Path, steps: int = 1) -> tuple[dict[str, Any],
 
     rows, prompt, _, _ = case.batch
     make_model(case.model, folder / case.model)
+    if case.critic:
+        make_model(case.critic, folder / f"critic-{case.critic}")
     lengths = [prompt - (row % 3 if case.ragged else 0) for row in range(rows)]
     texts = (" ".join(f"w{(7 * row + i) % 50}" for i in range(length)) for row, length in enumerate(lengths))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -172,8 +181,9 @@ def measure(case: Case, folder: Path) -> Measured:
 def scene_of(case: Case, folder: Path, lengths: Lengths, cluster: Cluster) -> Scene:
     """The same run as the planner is told of it."""
     config = parse_config(settings(case, folder), "the benchmark")
-    shape = json.loads((folder / case.model / "config.json").read_text(encoding="utf-8"))
-    return Scene(config, {"base": Architecture.from_config(shape)}, cluster, lengths)
+    folders = {"base": folder / case.model} | ({"critic": Path(config.critic.model)} if case.critic else {})
+    shapes = {role: json.loads((place / "config.json").read_text(encoding="utf-8")) for role, place in folders.items()}
+    return Scene(config, {role: Architecture.from_config(shape) for role, shape in shapes.items()}, cluster, lengths)
 
 
 def predict(case: Case, folder: Path, lengths: Lengths) -> Footprint:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -40,3 +43,25 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def require_empty(target: Path) -> None:
+    """ValueError where a folder that is to be written is there already and holds something."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder; give another one")
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `target` when all is written, and is removed where that fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".partial-{target.name}-", dir=target.parent))
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        os.chmod(partial, 0o755)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -31,6 +31,7 @@ COMMANDS = {
     "sample": "write with the trained actor beside the reference",
     "credit": "which tokens helped one part of the reward and hurt another, by a vector critic",
     "serve": "score for other runs: reference and reward as a service over HTTP",
+    "distill": "make a smaller critic out of a run's reward model",
     "export": "turn the trained actor into a plain Hugging Face folder",
     "bench": "measure a run's steps against their limit, weights in fewer bits, or this machine",
 }

@@ -165,6 +165,8 @@ def _roles(config: RunConfig) -> Iterator[str]:
         yield f"reference.checkpoint: no folder {config.reference.checkpoint!r} (from {os.getcwd()})"
     if config.reference.model:
         yield from _causal_model("reference.model", config.reference.model)
+    if config.critic.model:
+        yield from _causal_model("critic.model", config.critic.model)
 
 
 def _folders(config: RunConfig) -> Iterator[str]:
@@ -172,7 +174,8 @@ def _folders(config: RunConfig) -> Iterator[str]:
     folders = {"output": config.output}
     reward = config.reward
     exports = reward.residency != "service" and any(each.engine != "torch" for each in reward.classifiers.values())
-    if config.model.path.endswith(".gguf") or config.reference.model.endswith(".gguf") or exports:
+    named = (config.model.path, config.reference.model, config.critic.model)
+    if exports or any(path.endswith(".gguf") for path in named):
         folders["model.cache"] = config.model.cache
     for key, path in folders.items():
         folder = _resolved(path).absolute()

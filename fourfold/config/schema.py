@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from fourfold.config.checks import problems
 from fourfold.config.sections.base import Count, Section
+from fourfold.config.sections.critic import CriticSection
 from fourfold.config.sections.data import DataSection, DatasetSection
 from fourfold.config.sections.models import (
     AdaptersSection,
@@ -34,7 +35,7 @@ from fourfold.config.sections.running import (
     SamplingSection,
     TrackingSection,
 )
-from fourfold.config.sections.training import CriticSection, OptimizerSection, PpoSection, RewardSection, SftSection
+from fourfold.config.sections.training import OptimizerSection, PpoSection, RewardSection, SftSection
 
 __all__ = [
     "AdaptersSection",
@@ -115,6 +116,8 @@ class RunConfig(Section):
             turns = self.trunk.turns(updates)
             found["actor"] += count * learning * (updates - turns["critic"])
             found["critic"] += count * (updates - learning * turns["actor"])
+        found["critic"] *= self.critic.updates_per_actor
+        found["critic"] += self.critic.pretrain_rollouts * self.ppo.mini_batches_of(self.rows_at(0))
         return found
 
     def rows_at(self, step: int) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fourfold.config.schema import AdaptersSection
 from fourfold.memory.quantization import dequantize, quiet_imports
-from fourfold.models.split import Part
+from fourfold.models.split import Part, keep_lowest
 
 # What peft calls the tensors of its LoRA layers.
 PREFIX = "lora_"
@@ -80,14 +80,21 @@ def _stores_transposed(layers: nn.Module) -> bool:
     return any(type(module).__name__ == "Conv1D" for module in layers.modules())
 
 
-def copy_part(part: Part) -> Part:
-    """A part with tensors of its own; of an adapted part only the adapters are its own, the base is the same."""
-    memo: dict[int, Any] = {}
+def copy_part(part: Part, layers: int | None = None) -> Part:
+    """A part with tensors of its own; of an adapted part only the adapters are its own, the base is the same.
+
+    With `layers`, of the lowest so many of its layers, and the norm that stands above all.
+    """
+    upper = [] if layers is None else part.layers[layers:]
+    memo: dict[int, Any] = {id(layer): layer for layer in upper}  # left out below: not worth a copy
     if is_adapted(part):
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
             if not is_adapter(name):
                 memo[id(tensor)] = tensor
-    return copy.deepcopy(part, memo)
+    copied = copy.deepcopy(part, memo)
+    if layers is not None:
+        keep_lowest(copied, layers)
+    return copied
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from fourfold.memory.budget import Budget
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
+from fourfold.models.critics import critic_and_reward, critic_bytes
 from fourfold.models.external import External, load_external, placed, weight_bytes
 from fourfold.models.heads import MultiHead, ScalarHead, VectorHead
 from fourfold.models.identity import RoleWeights, weights_of_role
@@ -32,11 +33,9 @@ from fourfold.models.roles import (
     Scorer,
     checksum,
     copy_policy,
-    copy_scorer,
     freeze,
     hollow_copy,
     make_trainable,
-    scorer_on,
     scorer_over,
 )
 from fourfold.models.room import Room
@@ -62,6 +61,7 @@ class FourModels:
     moving: MovingReference | None = None  # the rule by which the reference moves
     # Of a combined reward, by the key of their table: text classifiers of other families.
     classifiers: dict[str, External] = field(default_factory=dict)
+    new_value_head: bool = False  # whether nothing has trained the critic's head yet
 
     def shared_parameters(self) -> dict[str, list[nn.Parameter]]:
         """What several roles hold: the trunk with the language head above it, and the base of adapters."""
@@ -110,15 +110,15 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     The actor takes over the base's own weights, so at most four models are resident at any time. A role that is at a
     service is a form without weights; a reward model of another family that is there is nothing yet.
     """
-    room = base.room(config)
+    room = base.room(config, critic_bytes(config, base))
     # First, so that what an export takes for a moment lies beside the base only.
-    own, away = room.planned.weights["critic"], roles_at_a_service(config)
+    away = roles_at_a_service(config)
     external = _external(config, room) if config.reward.source == "model" and "reward" not in away else None
     classifiers = _classifiers(config, room)
-    only_asked = "reward" in away and config.critic.init == "actor"
+    from_base = config.critic.of_the_run and config.critic.init == "base"
     fresh = None
-    if config.critic.init == "base" or (reward is not None and not only_asked):
-        with room.role("critic" if config.critic.init == "base" else "reward", own):
+    if from_base or (reward is not None and ("reward" not in away or config.critic.from_reward)):
+        with room.role("critic" if from_base else "reward", room.copied):
             fresh = base.new_scorer()
     actor = base.policy
     with room.role("actor"):
@@ -126,8 +126,13 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
             load_role(sft, actor, record_for(config, "policy"))
     reference = _reference(config, base, room, actor, away="reference" in away)
     step_0 = _step_0(config, base, room, actor)
-    critic, scorer = _critic_and_reward(config, base, room, fresh, reward, away="reward" in away)
-    give_value_head(config, critic)
+    stored = None if reward is None else (reward, record_for(config, "scorer"))
+    scorers = critic_and_reward(config, base, room, fresh, stored, away="reward" in away)
+    critic, scorer = scorers.critic, scorers.reward
+    if scorer is not None and "reward" not in away:
+        _freeze(scorer, config.precision.reward, base)
+        room.froze("reward")
+    give_value_head(config, critic, trained=not scorers.new_value_head)
     make_trainable(actor, with_language_head=not base.shares_head, memory=config.memory)
     make_trainable(critic, with_language_head=False, memory=config.memory)
     critic.branch.compute_dtype = dtype_of(config.precision.critic, critic.branch.compute_dtype)
@@ -146,8 +151,18 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     for role in (actor, critic, reference, scorer, step_0):
         if role is not None:
             role.train()  # dropout is 0 everywhere; train mode is what lets checkpointing act
-    held = scorer if external is None else external
-    return FourModels(base, actor, critic, reference, held, room, trunk, step_0, classifiers=classifiers)
+    return FourModels(
+        base=base,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        reward=scorer if external is None else external,
+        room=room,
+        trunk=trunk,
+        step_0=step_0,
+        classifiers=classifiers,
+        new_value_head=scorers.new_value_head or config.critic.heads != "scalar",
+    )
 
 
 def _stand(
@@ -245,35 +260,6 @@ def _freeze(role: Policy | Scorer, held: str, base: Base) -> None:
     freeze(role, dtype, with_language_head=not base.shares_head)
 
 
-def _critic_and_reward(
-    config: RunConfig, base: Base, room: Room, fresh: Scorer | None, reward: Path | None, *, away: bool
-) -> tuple[Scorer, Scorer | None]:
-    """`fresh` is a scorer on the base model, which one of the two becomes; a reward model that is `away` is neither."""
-    own, init = room.planned.weights["critic"], config.critic.init
-    scorer = None
-    critic = fresh
-    if reward is not None and fresh is not None and not (away and init == "base"):
-        with room.role("reward", own if init == "base" else 0):
-            scorer = fresh if init != "base" else copy_scorer(fresh)
-            load_role(reward, scorer, record_for(config, "scorer"))
-        with room.role("critic", own if init == "reward" and not away else 0):
-            critic = copy_scorer(scorer) if init == "reward" and not away else fresh
-    if init == "actor":
-        with room.role("critic", own):
-            critic = scorer_on(base.policy)
-    if reward is not None and critic is not None and away:
-        return critic, hollow_copy(critic, share_head=False)
-    if critic is None or critic is scorer:
-        raise ValueError(
-            f"critic.init = {init!r} needs a reward model, and reward.source = {config.reward.source!r} "
-            'has none; try critic.init = "actor" or "base"'
-        )
-    if scorer is not None:
-        _freeze(scorer, config.precision.reward, base)
-        room.froze("reward")
-    return critic, scorer
-
-
 def frozen_roles(
     config: RunConfig, base: Base, sft: Path | None, reward: Path | None, roles: Collection[str]
 ) -> tuple[Policy | None, Scorer | None, dict[str, RoleWeights]]:
@@ -326,7 +312,7 @@ def set_new_head_bias(critic: Scorer, mean_score: Tensor) -> None:
         linear.bias.copy_(torch.where(fresh, mean_score.to(linear.bias.device), linear.bias))
 
 
-def give_value_head(config: RunConfig, critic: Scorer) -> None:
+def give_value_head(config: RunConfig, critic: Scorer, *, trained: bool) -> None:
     """Put the head of the settings on a critic that has a scalar one, whose dimension goes on saying what that says.
 
     What a reward model scores is the value of its own part; all other dimensions are new.
@@ -338,7 +324,7 @@ def give_value_head(config: RunConfig, critic: Scorer) -> None:
         head: VectorHead = MultiHead(hidden, len(names), config.critic.head_width, config.seed)
     else:
         head = VectorHead(hidden, len(names))
-    if config.critic.init == "reward":
+    if trained:
         assert isinstance(critic.head, ScalarHead), "a reward model has one number"
         head.start_from(critic.head, 0)
     if config.critic.loss_balance == "fixed":

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 # Largest relative difference between trunk + branch and the whole model: rounding of the compute type.
 SPLIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # What a setting that names a causal language model may be.
-_LOADABLE = (
+LOADABLE = (
     "a folder with config.json and safetensors, a hub id that is cached or reachable, a .gguf file, package:MODULE/FILE"
 )
 
@@ -64,8 +64,11 @@ class Base:
     pad_id: int
     budget: Budget = field(default_factory=Budget)
 
-    def room(self, config: RunConfig) -> Room:
-        """For the roles that are to be made from this base, which is loaded; the actor takes over its own weights."""
+    def room(self, config: RunConfig, critic: int | None = None) -> Room:
+        """For the roles that are to be made from this base, whose own weights the actor takes over.
+
+        A critic that has not all layers of the other roles, or others, is to take `critic` bytes.
+        """
         adapted = config.sharing.mode == "adapters"
         mine = [p for name, p in self.policy.branch.named_parameters() if not adapted or is_adapter(name)]
         own, vectors = tensor_bytes(mine), tensor_bytes(p for p in mine if p.ndim < 2)
@@ -77,7 +80,8 @@ class Base:
         if self.trunk is not None and config.trunk.train:
             trained = 4 * sum(p.numel() for p in layer_parameters(self.trunk))
         hidden = self.policy.branch.hidden_size
-        room = Room.of(config, self.budget, whole, own, (depth, upper), hidden, trained, self.matrix_bytes(), vectors)
+        sizes, matrices = (whole, own, (depth, upper), hidden, trained), self.matrix_bytes()
+        room = Room.of(config, self.budget, *sizes, matrices, vectors, critic)
         room.loaded |= {name: size for name, size in room.planned.weights.items() if name in ("trunk", "base", "actor")}
         return room
 
@@ -180,7 +184,7 @@ def load_causal_lm(
     resolved = resolve_model(path, cache, key)
     given = f"{key} = {path!r}"
     return pretrained(
-        AutoModelForCausalLM, resolved, dtype, given=given, allowed=_LOADABLE, instead=instead, in_file=in_file
+        AutoModelForCausalLM, resolved, dtype, given=given, allowed=LOADABLE, instead=instead, in_file=in_file
     )
 
 
@@ -190,7 +194,7 @@ def shape_of_causal_lm(path: str, cache: Path, key: str) -> tuple[PreTrainedMode
     from transformers import AutoModelForCausalLM
 
     resolved = resolve_model(path, cache, key)
-    return without_weights(AutoModelForCausalLM, resolved, given=f"{key} = {path!r}", allowed=_LOADABLE)
+    return without_weights(AutoModelForCausalLM, resolved, given=f"{key} = {path!r}", allowed=LOADABLE)
 
 
 def out_of_the_file(module: nn.Module) -> None:

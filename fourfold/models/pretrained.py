@@ -49,6 +49,17 @@ def pretrained(
     return model, tokenizer
 
 
+def architectures_named(place: str, *, given: str, allowed: str) -> list[str]:
+    """The classes that a model's config says it was saved as; none where it says nothing."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{given} cannot be loaded ({str(error).splitlines()[0]}); allowed: {allowed}") from error
+    return list(getattr(config, "architectures", None) or [])
+
+
 def import_models() -> None:
     """Import what every model of transformers is made of, without scipy.
 

@@ -34,7 +34,8 @@ from fourfold.models.loading import (
 from fourfold.models.products import hold_narrowly, prepare_for_decoding
 from fourfold.models.quantized import Probe, opinions, quantize_checked
 from fourfold.models.roles import Activations, Policy, freeze, hollow_copy
-from fourfold.models.split import Part, cut, layout_of, verify_whole
+from fourfold.models.split import Part, cut_whole, layout_of, verify_whole
+from fourfold.models.vocabulary import vocabulary_difference
 from fourfold.planner.quantization import QUANTIZED
 
 if TYPE_CHECKING:
@@ -90,13 +91,8 @@ def reference_form(config: RunConfig, base: Base) -> Policy:
 
 def form_of(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> Policy:
     """A policy of this shape without weights."""
-    form = OwnPolicy(_all_layers(model, compute_dtype), LanguageHead.of(model))
+    form = OwnPolicy(cut_whole(model, compute_dtype), LanguageHead.of(model))
     return hollow_copy(form, share_head=False)
-
-
-def _all_layers(model: PreTrainedModel, compute_dtype: torch.dtype) -> Part:
-    layout = layout_of(model)
-    return cut(model, 0, len(getattr(getattr(model, layout.body), layout.layers)), compute_dtype=compute_dtype)
 
 
 def _compute(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -116,7 +112,7 @@ def _read(config: RunConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
 def _frozen(config: RunConfig, model: PreTrainedModel, budget: Budget, probe: Probe) -> OwnPolicy:
     device, dtype = budget.device, _compute(config, budget.device)
     use_attention(model, config.memory.attention, device)
-    branch = _all_layers(model, dtype)
+    branch = cut_whole(model, dtype)
     verify_whole(model, branch, tolerance=SPLIT_TOLERANCE[dtype])
     reference = OwnPolicy(branch, LanguageHead.of(model, budget)).to(device)
     _hold(reference, config, probe)
@@ -169,14 +165,9 @@ def _require_rows(config: RunConfig, theirs: int, actors: int) -> None:
 
 def _require_same_vocabulary(config: RunConfig, actors: Any, references: Any) -> None:
     """KL compares probabilities of the same tokens, so every id must be the same text to both."""
-    mine, theirs = actors.get_vocab(), references.get_vocab()
-    if mine == theirs:
-        return
-    token = min(token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token))
-    raise ValueError(
-        f"reference.model: {config.reference.model!r} has another vocabulary than model.path = "
-        f"{config.model.path!r} "
-        f"({len(theirs):,} and {len(mine):,} tokens; {token!r} is {theirs.get(token, 'none')} and "
-        f"{mine.get(token, 'none')}), and a KL needs the same tokens; try a model of the actor's family, or score by "
-        "it: reward.source = 'model'"
-    )
+    if (found := vocabulary_difference(actors, references)) is not None:
+        raise ValueError(
+            f"reference.model: {config.reference.model!r} has another vocabulary than model.path = "
+            f"{config.model.path!r} ({found}), and a KL needs the same tokens; try a model of the actor's family, or "
+            "score by it: reward.source = 'model'"
+        )

@@ -196,7 +196,11 @@ class Scorer(_Role):
 
     def values(self, activations: Activations, rollout: Rollout) -> Float32[Tensor, "batch response *dimensions"]:
         """V of the state before each response token; 0 where the response has ended."""
-        return self.values_of(self.hidden_at(activations.states(), rollout), rollout)
+        return self.values_of(self.hidden_at(self.reads(activations, rollout).states(), rollout), rollout)
+
+    def reads(self, activations: Activations, rollout: Rollout) -> Activations:
+        """What its passes over a rollout begin with."""
+        return activations
 
     def hidden_at(self, states: Activations, rollout: Rollout) -> Float32[Tensor, "batch response hidden"]:
         """Hidden states before each response token, from activations that are without the last token already."""
@@ -214,7 +218,7 @@ class Scorer(_Role):
     ) -> tuple[Float32[Tensor, "batch response *dimensions"], Float32[Tensor, "batch *dimensions"]]:
         """As `values`, and V of the state after the last response token."""
         state = rollout.prompt_length - 1
-        every = self.head(self.through(activations, state)[:, state:])
+        every = self.head(self.through(self.reads(activations, rollout), state)[:, state:])
         last = every[torch.arange(len(every), device=every.device), rollout.lengths]
         return _where_responding(every[:, :-1], rollout), last
 
@@ -326,10 +330,10 @@ def copy_policy(policy: Policy, *, share_head: bool) -> Policy:
     return copy.deepcopy(policy)
 
 
-def scorer_on(policy: Policy) -> Scorer:
-    """A scorer with a copy of a policy's branch and a new (zero) head."""
+def scorer_on(policy: Policy, layers: int | None = None) -> Scorer:
+    """A scorer with a copy of a policy's branch, or of its lowest layers, and a new (zero) head."""
     scorer = scorer_over(policy)
-    return Scorer(copy_part(scorer.branch), scorer.head)
+    return Scorer(copy_part(scorer.branch, layers), scorer.head)
 
 
 def scorer_over(policy: Policy) -> Scorer:
@@ -338,9 +342,9 @@ def scorer_over(policy: Policy) -> Scorer:
     return Scorer(policy.branch, head)
 
 
-def copy_scorer(scorer: Scorer) -> Scorer:
-    """A second scorer with weights of its own."""
-    return Scorer(copy_part(scorer.branch), copy.deepcopy(scorer.head))
+def copy_scorer(scorer: Scorer, layers: int | None = None) -> Scorer:
+    """A second scorer with weights of its own, or one of the lowest layers."""
+    return Scorer(copy_part(scorer.branch, layers), copy.deepcopy(scorer.head))
 
 
 def hollow_copy(role: AnyRole, *, share_head: bool) -> AnyRole:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fourfold.config.checks import roles_at_a_service
+from fourfold.config.checks.critic import one_pass
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, stops_when_short
 from fourfold.memory.precision import DTYPES, resolve_compute
@@ -24,6 +25,7 @@ class Room:
     config: RunConfig
     budget: Budget
     planned: Held
+    copied: int = 0  # float32 bytes of a copy of the layers that every role has for its own
     loaded: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -38,8 +40,10 @@ class Room:
         trunk: int = 0,
         matrices: tuple[int, int] = (0, 0),
         vectors: int = 0,
+        critic: int | None = None,
     ) -> Room:
-        """For a model of `whole` bytes of which a role copies `own`, in float32.
+        """For a model of `whole` bytes of which a role copies `own`, in float32, and the critic `critic` bytes, which
+        is `own` where it is not given.
 
         `layers` are the model's and a role's own, `matrices` the float bytes of decoder layers' matrices in what is
         shared and in a role's copy, `vectors` those of a copy's norms and biases, `trunk` the bytes of a trained trunk.
@@ -54,7 +58,8 @@ class Room:
         # A policy's language head, where it is not the embedding's own tensor.
         head = whole - own if config.sharing.mode == "none" else 0
         weights = {"trunk" if config.sharing.mode == "trunk" else "base": whole - own - head}
-        weights |= {role: own + head * (role in POLICIES) for role in roles}
+        critic = own if critic is None else critic
+        weights |= {role: own + head * (role in POLICIES) for role in roles} | {"critic": critic}
         compute = resolve_compute(config.precision.compute, budget.device)
         moving = config.reference.kind == "moving"  # float32 as the actor's
         types = {"reference": config.precision.reference, "reward": config.precision.reward, STEP_0: "auto"}
@@ -68,15 +73,15 @@ class Room:
         planned = Held(
             weights={name: size for name, size in weights.items() if size},
             matrix_shares=shares,
-            trained=2 * own + head + trunk,
-            gradients=_gradients(config, own, trunk) + head,
-            states=4 * own + 2 * (head + trunk),
+            trained=own + critic + head + trunk,
+            gradients=_gradients(config, own + head, critic, trunk),
+            states=2 * (own + critic + head + trunk),
             layers=layers[0],
             own_layers=layers[1],
             trunk_layers=layers[0] - layers[1] if trunk else 0,
             hidden=hidden,
         )
-        return cls(config, budget, planned)
+        return cls(config, budget, planned, own)
 
     @contextlib.contextmanager
     def role(self, name: str, wanted: int = 0) -> Iterator[None]:
@@ -114,8 +119,10 @@ def _frozen_bytes(held: str, compute: str, adapted: bool, own: tuple[int, int, i
     return vectors + floats + held_bytes(held, quantized // 4, hidden, 4)
 
 
-def _gradients(config: RunConfig, own: int, trunk: int) -> int:
-    """Bytes of the gradients that are there at a time, `own` those of one role."""
-    if trunk:
-        return own + trunk if config.trunk.alternate else 2 * own + 2 * trunk
-    return 2 * own if config.precision.compute == "float16" else own  # docs/decisions/0009
+def _gradients(config: RunConfig, actor: int, critic: int, trunk: int) -> int:
+    """Bytes of the gradients that are there at a time."""
+    if trunk and one_pass(config):
+        return actor + critic + 2 * trunk
+    in_turns = trunk and config.trunk.alternate
+    together = config.precision.compute == "float16" and not in_turns  # docs/decisions/0009
+    return actor + trunk + critic if together else max(actor + trunk, critic)

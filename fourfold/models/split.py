@@ -186,6 +186,13 @@ def with_layers(config: Any, start: int, stop: int) -> Any:
     return config
 
 
+def keep_lowest(part: Part, count: int) -> None:
+    """Leave a part its lowest `count` layers; the norm that stood above all then stands above these."""
+    body = part.body
+    body.config = with_layers(body.config, 0, count)
+    setattr(body, layout_of_body(body).layers, nn.ModuleList(part.layers[:count]))
+
+
 def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.dtype, leave_norm: bool = False) -> Part:
     """The layers [start, stop) of a causal LM; with the embedding when start is 0, with the norm when stop is the end.
 
@@ -225,6 +232,12 @@ def cut(model: PreTrainedModel, start: int, stop: int, *, compute_dtype: torch.d
             # Bound to the part: a copy of it that computes in another type takes the hook along.
             pieces[name].register_forward_hook(partial(_cast_output, part))
     return part
+
+
+def cut_whole(model: PreTrainedModel, compute_dtype: torch.dtype) -> Part:
+    """All layers of a causal LM, from its ids to its final norm."""
+    layout = layout_of(model)
+    return cut(model, 0, len(getattr(getattr(model, layout.body), layout.layers)), compute_dtype=compute_dtype)
 
 
 def _cast_output(part: Part, module: nn.Embedding, args: tuple, output: Tensor) -> Tensor:

@@ -29,24 +29,27 @@ def residency(scene: Scene, role: Part) -> str:
 
 def own_parameters(scene: Scene, role: Part) -> int:
     """Numbers that a role, or the trunk, has for its own: what training trains, parking moves, a service holds."""
+    numbers = {"critic": NumberHead.of_critic(scene.config), "reward": ONE_NUMBER}.get(role)
     if role == "reference" and (other := scene.models.get(role)):
         return other.parameters()
+    if role == "critic" and numbers is not None and (other := scene.models.get(role)):
+        return other.parameters() - other.head_parameters + numbers.numbers(other.hidden)
     if role == "reward" and scene.classifiers:
-        own = _of_the_base(scene, role) if scene.config.reward.of_the_base else 0
+        own = _of_the_base(scene, role, ONE_NUMBER) if scene.config.reward.of_the_base else 0
         return own + sum(other.parameters() - other.head_parameters for other in scene.classifiers.values())
-    return _of_the_base(scene, role)
+    return _of_the_base(scene, role, numbers)
 
 
-def _of_the_base(scene: Scene, role: Part) -> int:
+def _of_the_base(scene: Scene, role: Part, numbers: NumberHead | None) -> int:
     """Of a role that is made of the run's own model."""
     base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
     if role == "trunk":
         return base.parameters_of(0, cut.trunk)
-    numbers = {"critic": NumberHead.of_critic(scene.config), "reward": ONE_NUMBER}.get(role)
     scalar_head = numbers.numbers(base.hidden) if numbers is not None else 0
     if mode == "adapters":
-        return cut.adapter_parameters + scalar_head
-    branch = base.parameters_of(cut.trunk, base.layers) + base.final_norm_parameters + scalar_head
+        return cut.adapters_of(scene, role) + scalar_head
+    stop = cut.trunk + cut.critic if role == "critic" else base.layers
+    branch = base.parameters_of(cut.trunk, stop) + base.final_norm_parameters + scalar_head
     if mode == "trunk":
         return branch
     return branch + base.embedding_parameters + (0 if scalar_head else base.head_parameters)
@@ -61,7 +64,8 @@ def trained_parameters(scene: Scene) -> dict[Part, int]:
 def held_in(scene: Scene, role: Part) -> str:
     """The type, or the kind of fewer bits, in which the matrices lie that a role's products read."""
     precision = scene.config.precision
-    if scene.config.sharing.mode == "adapters" or (role == "trunk" and not Cut.of(scene).trunk_trained):
+    adapted = scene.config.sharing.mode == "adapters" and role not in scene.models
+    if adapted or (role == "trunk" and not Cut.of(scene).trunk_trained):
         asked = precision.frozen
     else:
         asked = {"reference": precision.reference, "reward": precision.reward}.get(role, "auto")
@@ -76,7 +80,8 @@ def compute_type(scene: Scene, role: Part) -> str:
     if held == "int8_dynamic" and scene.cluster.device.multiplies("int8"):
         return "int8"
     moving = role == "reference" and scene.config.reference.kind == "moving"
-    own = role in ("reference", "reward", "trunk") and scene.config.sharing.mode != "adapters" and not moving
+    adapted = scene.config.sharing.mode == "adapters" and role not in scene.models
+    own = role in ("reference", "reward", "trunk") and not adapted and not moving
     return held if own and held in WIDTHS else scene.compute
 
 
@@ -95,7 +100,7 @@ def own_bytes(scene: Scene, role: Part) -> float:
     held = bytes_a_number(scene, held_in(scene, role))
     if not adapted or role in scene.models:
         return beside + own_parameters(scene, role) * held
-    own = _of_the_base(scene, role) if role != "reward" or scene.config.reward.of_the_base else 0
+    own = _of_the_base(scene, role, ONE_NUMBER) if role != "reward" or scene.config.reward.of_the_base else 0
     return beside + 4.0 * own + (own_parameters(scene, role) - own) * held
 
 
@@ -112,7 +117,8 @@ def touched(scene: Scene, role: Part, phase: Phase) -> float:
     Trained weights are float32 masters, which autocast narrows; the sampler has a narrow copy of them.
     """
     held, wide = held_in(scene, role), WIDTHS[scene.compute]
-    trained = role in trained_parameters(scene) and scene.config.sharing.mode != "adapters"
+    in_full = scene.config.sharing.mode != "adapters" or role in scene.models
+    trained = role in trained_parameters(scene) and in_full
     if trained and phase != "generate" and scene.config.memory.optimizer_residency != "offload":
         held = "float32"
     if held == scene.compute or (held in WIDTHS and compute_type(scene, role) == held):

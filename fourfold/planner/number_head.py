@@ -16,8 +16,8 @@ class NumberHead:
 
     @classmethod
     def of_critic(cls, config: RunConfig) -> NumberHead:
-        """The critic's, by `critic.heads`."""
-        critic, outputs = config.critic, len(config.value_dimensions) or 1
+        """The critic's, by `critic.heads`, or of an ensemble."""
+        critic, outputs = config.critic, len(config.value_dimensions) or config.critic.ensemble
         return cls(outputs, critic.head_width if critic.heads == "multi" else 0)
 
     def matrices(self, hidden: int) -> list[int]:

@@ -219,6 +219,8 @@ def _numbers(item: Item, scene: Scene) -> _Numbers:
         return _Numbers(rest=1.0)
     whole = mode == "none" or holder in scene.models or holder == "base"
     start, stop = (0, model.layers) if whole else (0, cut.trunk) if holder == "trunk" else (cut.trunk, model.layers)
+    if holder == "critic" and holder not in scene.models:
+        stop = cut.trunk + cut.critic
     experts = 0 if model.experts is None else model.experts.count * model.expert_parameters
     experts *= model.expert_layers(start, stop)
     matrices = float(model.matrices_of(start, stop) - experts)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from fourfold.config.checks.critic import one_pass
+from fourfold.config.schema import RunConfig
 from fourfold.planner.adapters import adapter_parameters
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.bill import Phase
@@ -62,6 +64,7 @@ class Cut(NamedTuple):
     trunk_trained: bool
     head_trained: bool  # the language head
     adapter_parameters: int  # of one role, low-rank matrices only
+    critic: int  # of a role's layers, those that the critic has; all of its own where it has another model
 
     @classmethod
     def of(cls, scene: Scene) -> Cut:
@@ -71,7 +74,43 @@ class Cut(NamedTuple):
         asked = {"none": 0, "trunk": config.trunk.branch_layers, "adapters": adapters.layers}[mode]
         branch = min(asked, layers) if mode == "trunk" else asked or layers
         low_rank = adapter_parameters(scene.base, adapters.rank, adapters.targets, branch) if mode == "adapters" else 0
-        return cls(layers - branch, branch, mode == "trunk" and config.trunk.train, mode == "none", low_rank)
+        critic = branch
+        if config.critic.layers:
+            critic = max(min(config.critic.layers, layers) - (layers - branch), 0)
+        if other := scene.models.get("critic"):
+            critic = other.layers
+        trained = mode == "trunk" and config.trunk.train
+        return cls(layers - branch, branch, trained, mode == "none", low_rank, critic)
+
+    def adapters_of(self, scene: Scene, role: str) -> int:
+        """Numbers of a role's low-rank matrices."""
+        if role in scene.models:
+            return 0
+        fewer = role == "critic" and self.critic < self.branch
+        return self.adapter_parameters * self.critic // self.branch if fewer else self.adapter_parameters
+
+
+class Batches(NamedTuple):
+    """Mini-batches of a PPO step that the critic learns from alone, the actor alone, and both in one pass."""
+
+    critic: int
+    actor: int
+    together: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Batches:
+        """As the settings have it, when no epoch ends early."""
+        updates, ratio = config.ppo.updates_a_rollout, config.critic.updates_per_actor
+        if one_pass(config):
+            return cls(0, 0, updates)
+        in_turns = config.sharing.mode == "trunk" and config.trunk.train and config.critic.of_the_run
+        turns = config.trunk.turns(updates) if in_turns else {"critic": 0, "actor": 0}
+        return cls(ratio * (updates - turns["actor"]), updates - turns["critic"], 0)
+
+    def steps(self) -> dict[str, int]:
+        """The optimizer's, of each part."""
+        actor = self.actor + self.together
+        return {"critic": self.critic + self.together, "actor": actor, "trunk": actor}
 
 
 def passes(scene: Scene) -> list[Pass]:
@@ -114,20 +153,20 @@ class _Maker:
 
     def learn(self) -> Iterator[Pass]:
         """Epochs x mini-batches of actor and critic, and of a trained trunk below them."""
-        ppo, trunk = self._config.ppo, self._config.trunk
-        mini, updates = Batch.of(ppo.mini_batch_size, self._scene.lengths, with_last=False), ppo.updates_a_rollout
-        values = NumberHead.of_critic(self._config)
+        batches = Batches.of(self._config)
+        mini = Batch.of(self._config.ppo.mini_batch_size, self._scene.lengths, with_last=False)
+        steps = batches.steps()
+        yield from self._trained("critic", mini, NumberHead.of_critic(self._config), steps["critic"])
+        yield from self._trained("actor", mini, "lm", steps["actor"])
         if not self._cut.trunk_trained:
-            yield from self._trained("critic", mini, values, updates)
-            yield from self._trained("actor", mini, "lm", updates)
             return
-        turns = trunk.turns(updates)
-        yield from self._trained("critic", mini, values, updates - turns["actor"])
-        yield from self._trained("actor", mini, "lm", updates - turns["critic"])
-        yield replace(self._forward("trunk", "learn", mini, "none"), times=updates)
+        # A critic that learns alone passes ids through the trunk, unless it has a model of its own.
+        alone = batches.critic if self._config.critic.of_the_run else 0
+        yield replace(self._forward("trunk", "learn", mini, "none"), times=steps["trunk"] + alone)
         # The first mini-batch, and every one that is balanced, keeps the two gradients apart.
-        apart = turns["both"] if trunk.balance == "grad_norm" else min(turns["both"], 1)
-        yield replace(self._backward("trunk", mini, "none"), times=updates - turns["critic"] + apart)
+        balanced = self._config.trunk.balance == "grad_norm"
+        apart = batches.together if balanced else min(batches.together, 1)
+        yield replace(self._backward("trunk", mini, "none"), times=steps["trunk"] + apart)
 
     def _trained(self, role: str, mini: Batch, head: Head, times: int) -> Iterator[Pass]:
         yield replace(self._forward(role, "learn", mini, head), times=times)
@@ -135,7 +174,7 @@ class _Maker:
 
     def _from_ids(self, role: str, phase: Phase, batch: Batch, head: Head) -> Iterator[Pass]:
         """A pass of a role over the cached trunk, or through the one that it stands on."""
-        if self._cut.trunk_trained:
+        if self._cut.trunk_trained and role not in self._scene.models:
             yield self._forward("trunk", phase, batch, "none")
         yield self._forward(role, phase, batch, head)
 
@@ -150,30 +189,33 @@ class _Maker:
 
     def _of_another(self, role: str, model: Architecture, batch: Batch, head: Head) -> Pass:
         layers = range(model.layers)
-        sizes = self._sizes(batch, layers, head) | {"architecture": model, "adapter_parameters": 0}
+        sizes = self._sizes(role, batch, layers, head) | {"architecture": model, "adapter_parameters": 0}
         return Pass(role, "score", "forward", batch, model, layers, head, forward_flops(**sizes))
 
     def _layers(self, role: str) -> range:
-        """Those of the trunk, or those above it that every role has."""
-        trunk = self._cut.trunk
-        return range(trunk) if role == "trunk" else range(trunk, trunk + self._cut.branch)
+        """Those of the trunk, those above it that a role has, or all of a model of its own."""
+        cut = self._cut
+        if role == "trunk" or role in self._scene.models:
+            return range(cut.trunk if role == "trunk" else self._scene.models[role].layers)
+        return range(cut.trunk, cut.trunk + (cut.critic if role == "critic" else cut.branch))
 
     def _forward(self, role: str, phase: Phase, batch: Batch, head: Head, *, decodes: bool = False) -> Pass:
         layers = self._layers(role)
-        flops = forward_flops(**self._sizes(batch, layers, head))
-        return Pass(role, phase, "forward", batch, self._scene.base, layers, head, flops, decodes)
+        sizes = self._sizes(role, batch, layers, head)
+        return Pass(role, phase, "forward", batch, sizes["architecture"], layers, head, forward_flops(**sizes), decodes)
 
     def _backward(self, role: str, batch: Batch, head: Head) -> Pass:
         memory, layers = self._config.memory, self._layers(role)
         again = len(layers[:: memory.checkpoint_every])
+        sizes = self._sizes(role, batch, layers, head)
         flops = backward_flops(
-            **self._sizes(batch, layers, head),
+            **sizes,
             head_trained=isinstance(head, NumberHead) or (head == "lm" and self._cut.head_trained),
             head_tokens_again=self._head_again(batch) if head == "lm" else 0,
             layers_again=again if memory.checkpointing == "layers" else 0,
             attentions_again=again if memory.checkpointing == "attention" else 0,
         )
-        return Pass(role, "learn", "backward", batch, self._scene.base, layers, head, flops)
+        return Pass(role, "learn", "backward", batch, sizes["architecture"], layers, head, flops)
 
     def _head_again(self, mini: Batch) -> int:
         """Response tokens whose logits are made again: all of a micro-batch but those of the last chunk."""
@@ -183,14 +225,14 @@ class _Maker:
         tokens = round(mini.responses / mini.rows * ppo.micro_batch_size)
         return max(tokens - 1, 0) // CHUNK_TOKENS * CHUNK_TOKENS * (mini.rows // ppo.micro_batch_size)
 
-    def _sizes(self, batch: Batch, layers: range, head: Head) -> dict[str, Any]:
+    def _sizes(self, role: str, batch: Batch, layers: range, head: Head) -> dict[str, Any]:
         return {
-            "architecture": self._scene.base,
+            "architecture": self._scene.models.get(role, self._scene.base),
             "layers": len(layers),
             "start": layers.start,
             "tokens": batch.tokens,
             "attended_tokens": batch.attended,
             "head": head,
             "head_tokens": 0 if head == "none" else batch.responses,
-            "adapter_parameters": 0 if head == "none" else self._cut.adapter_parameters,
+            "adapter_parameters": 0 if head == "none" else self._cut.adapters_of(self._scene, role),
         }

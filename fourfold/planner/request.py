@@ -107,7 +107,7 @@ def lengths_of(config: RunConfig) -> Lengths:
 
 def architectures_of(config: RunConfig) -> tuple[dict[str, Architecture], list[str]]:
     """The architectures of the run's model and of roles that have one of their own, and where each is from."""
-    named = {"base": config.model.path, "reference": config.reference.model}
+    named = {"base": config.model.path, "critic": config.critic.model, "reference": config.reference.model}
     named |= {key: given.model for key, given in config.reward.classifiers.items()}
     found = {role: find_architecture(name) for role, name in named.items() if name}
     notes = [f"{role} model: {each.name}, from {each.source}" for role, each in found.items()]

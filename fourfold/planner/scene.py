@@ -33,8 +33,8 @@ class Lengths(NamedTuple):
 class Scene:
     """Everything that a plan depends on.
 
-    `models` has the architecture of the run's own model under "base", and that of a reference or reward model of
-    another one under the role's name. `stored` has the type of their weights' files by the same names where that is not
+    `models` has the architecture of the run's own model under "base", and of roles with a model of their own under the
+    roles' names. `stored` has the type of their weights' files by the same names where that is not
     bfloat16, as it is of most published models: what is bfloat16 to begin with, frozen roles hold as that.
     """
 
@@ -46,7 +46,7 @@ class Scene:
     stored: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = {"base", "reference", *self.config.reward.classifiers}
+        known = {"base", "critic", "reference", *self.config.reward.classifiers}
         assert "base" in self.models and set(self.models) <= known, sorted(self.models)
         if self.layout.devices > self.cluster.devices:
             raise ValueError(

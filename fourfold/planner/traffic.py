@@ -20,7 +20,7 @@ from fourfold.planner.holding import (
     trained_parameters,
 )
 from fourfold.planner.links import Busy, Cover, below, buckets, road, to_a_service
-from fourfold.planner.passes import Cut, Pass, passes
+from fourfold.planner.passes import Batches, Cut, Pass, passes
 from fourfold.planner.scene import WIDTHS, Scene
 from fourfold.planner.timing import decoding_steps
 from fourfold.planner.work import Flow
@@ -266,11 +266,7 @@ def _of_a_pass(scene: Scene, one: Pass) -> Iterator[tuple[str, float, float]]:
 
 def optimizer_steps(scene: Scene) -> dict[str, int]:
     """Of each trained part in one PPO step."""
-    updates, turns = scene.config.ppo.updates_a_rollout, {"critic": 0, "actor": 0}
-    if Cut.of(scene).trunk_trained:
-        turns = scene.config.trunk.turns(updates)
-    actor = updates - turns["critic"]
-    steps = {"actor": actor, "critic": updates - turns["actor"], "trunk": actor}
+    steps = Batches.of(scene.config).steps()
     return {part: steps[part] for part in trained_parameters(scene)}
 
 

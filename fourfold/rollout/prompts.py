@@ -36,6 +36,17 @@ class PromptStream:
         self._firsts = [0]  # place of the first prompt of each step, as far as it has been asked for
         self._orders: dict[int, list[int]] = {}
 
+    def elsewhere(self, seed: int) -> PromptStream:
+        """The same prompts in other orders, with other random numbers; every step as large as the first one here."""
+        return PromptStream(
+            self._prompts,
+            seed=seed,
+            rows=lambda step: self._rows(0),
+            responses_per_prompt=self._per_prompt,
+            new_tokens=lambda step: self._new_tokens(0),
+            told=self._told,
+        )
+
     def batch(self, step: int) -> PromptBatch:
         """The prompts of a step (counted from 0); the responses to one prompt stand side by side."""
         while len(self._firsts) <= step + 1:

@@ -19,9 +19,10 @@ from fourfold.models.adapters import adapter_parameters
 from fourfold.models.assembly import FourModels
 from fourfold.models.external import External
 from fourfold.models.heads import AnyNumberHead, MultiHead
+from fourfold.models.own_critic import OwnCritic
 from fourfold.models.priors import UniformPolicy
 from fourfold.models.reference import OwnPolicy
-from fourfold.models.roles import Policy, Scorer
+from fourfold.models.roles import Scorer
 from fourfold.models.split import Part
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.compute import Head, backward_flops, forward_flops
@@ -64,25 +65,50 @@ class TrunkWork:
     backward: Work = field(default_factory=Work)
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a pass of a role, or of the trunk, goes through, and what its backward pass computes again."""
+
+    architecture: Architecture
+    layers: int
+    adapters: int  # parameters in matrices of adapters
+    own_model: bool
+    again: dict[str, Any]
+
+    @classmethod
+    def of(cls, part: Part, base: Architecture, memory: MemorySection, *, own_model: bool = False) -> Shape:
+        """Of a part of the run's own model, or of a model of its own."""
+        shape = Architecture.from_config(part.body.config.to_dict()) if own_model else base
+        matrices = [p for p in adapter_parameters(part) if p.ndim >= 2]
+        return cls(shape, part.num_layers, sum(p.numel() for p in matrices), own_model, _forgotten(part, memory))
+
+
 class Accountant:
     """Turns the passes of a step into metrics."""
 
     def __init__(self, models: FourModels, memory: MemorySection, ahead: Ahead | None = None) -> None:
-        self._again = _forgotten(models.actor.branch, memory)
-        self._trunk_again = {} if models.trunk is None else _forgotten(models.trunk, memory)
+        base = Architecture.from_config(models.base.config.to_dict())
         self._trained_trunk = models.trunk is not None
-        self._architecture = Architecture.from_config(models.base.config.to_dict())
-        self._own_reference = _shape_of(models.reference)
+        roles = {"actor": models.actor, "critic": models.critic}
         self._uniform = isinstance(models.reference, UniformPolicy)
         self._step_0 = models.step_0 is not None
-        self._trunk_layers = models.base.trunk.num_layers if models.base.trunk is not None else 0
-        self._branch_layers = models.actor.branch.num_layers
         self._values = _numbers_of(models.critic.head)
+        if not self._uniform:
+            roles["reference"] = models.reference
+        elif models.step_0 is not None:  # which is asked as the reference
+            roles["reference"] = models.step_0
+        self._has_reward = isinstance(models.reward, Scorer)
+        if isinstance(models.reward, Scorer):
+            roles["reward"] = models.reward
+        self._shapes = {
+            name: Shape.of(role.branch, base, memory, own_model=isinstance(role, OwnPolicy | OwnCritic))
+            for name, role in roles.items()
+        }
+        for trunk in (models.base.trunk, models.trunk):
+            if trunk is not None:
+                self._shapes["trunk"] = Shape.of(trunk, base, memory)
         self._head_trained = models.actor.head.weight.requires_grad
         self._externals = [m for m in (models.reward, *models.classifiers.values()) if isinstance(m, External)]
-        self._has_reward = isinstance(models.reward, Scorer)
-        matrices = [p for p in adapter_parameters(models.actor.branch) if p.ndim >= 2]
-        self._adapter_parameters = sum(p.numel() for p in matrices)
         self.hiding = Hiding(models, ahead)
 
     def begin(self) -> None:
@@ -96,14 +122,15 @@ class Accountant:
         counter, whole, states = PassCounter(), Work(), Work()
         whole.add(rollout)
         states.add(rollout, with_last=False)
-        if self._trunk_layers:
-            self._forward(counter, "trunk", "generate", whole, self._trunk_layers, "none")
-        self._forward(counter, "actor", "generate", states, self._branch_layers, "lm")
+        if "trunk" in self._shapes:
+            self._forward(counter, "trunk", "generate", whole, "none")
+        self._forward(counter, "actor", "generate", states, "lm")
         self._from_ids(counter, "actor", "generate", states, "lm")  # log-probs by the training engine
         if full_kl:
             self._from_ids(counter, "actor", "score", states, "lm")
         for _ in range(2 if full_kl else 1):
-            self._reference(counter, states)
+            if not self._uniform:
+                self._from_ids(counter, "reference", "score", states, "lm")
         if self._step_0:
             self._from_ids(counter, "reference", "score", states, "lm")
         self._from_ids(counter, "critic", "score", whole, self._values)
@@ -121,54 +148,37 @@ class Accountant:
             ("critic", learned.critic, self._values),
         )
         for role, work, head in trained_roles:
-            self._forward(counter, role, "learn", work, self._branch_layers, head)
-            trained = isinstance(head, NumberHead) or self._head_trained
-            sizes = self._sizes(work, self._branch_layers, head)
-            flops = backward_flops(**sizes, head_trained=trained, head_tokens_again=work.head_again, **self._again)
-            counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
+            self._forward(counter, role, "learn", work, head)
+            self._backward(counter, role, work, head, head_trained=isinstance(head, NumberHead) or self._head_trained)
         if self._trained_trunk:
-            self._forward(counter, "trunk", "learn", learned.trunk.forward, self._trunk_layers, "none")
-            work = learned.trunk.backward
-            sizes = self._sizes(work, self._trunk_layers, "none")
-            flops = backward_flops(**sizes, head_trained=False, **self._trunk_again)
-            counter.count("trunk", "learn", "backward", work.rows, work.tokens, flops)
+            self._forward(counter, "trunk", "learn", learned.trunk.forward, "none")
+            self._backward(counter, "trunk", learned.trunk.backward, "none", head_trained=False)
 
     def _from_ids(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head) -> None:
         """A pass of a role over the cached trunk, or through the one that it stands on."""
-        if self._trained_trunk:
-            self._forward(counter, "trunk", phase, work, self._trunk_layers, "none")
-        self._forward(counter, role, phase, work, self._branch_layers, head)
+        if self._trained_trunk and not self._shapes[role].own_model:
+            self._forward(counter, "trunk", phase, work, "none")
+        self._forward(counter, role, phase, work, head)
 
-    def _reference(self, counter: PassCounter, work: Work) -> None:
-        if self._uniform:
-            return
-        if self._own_reference is None:
-            self._from_ids(counter, "reference", "score", work, "lm")
-            return
-        sizes = self._sizes(work, self._own_reference.layers, "lm")
-        sizes |= {"architecture": self._own_reference, "adapter_parameters": 0}
-        counter.count("reference", "score", "forward", work.rows, work.tokens, forward_flops(**sizes))
+    def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head) -> None:
+        counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(role, work, head)))
 
-    def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, layers: int, head: Head) -> None:
-        counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(work, layers, head)))
+    def _backward(self, counter: PassCounter, role: str, work: Work, head: Head, *, head_trained: bool) -> None:
+        sizes, again = self._sizes(role, work, head), self._shapes[role].again
+        flops = backward_flops(**sizes, head_trained=head_trained, head_tokens_again=work.head_again, **again)
+        counter.count(role, "learn", "backward", work.rows, work.tokens, flops)
 
-    def _sizes(self, work: Work, layers: int, head: Head) -> dict[str, Any]:
+    def _sizes(self, role: str, work: Work, head: Head) -> dict[str, Any]:
+        shape = self._shapes[role]
         return {
-            "architecture": self._architecture,
-            "layers": layers,
+            "architecture": shape.architecture,
+            "layers": shape.layers,
             "tokens": work.tokens,
             "attended_tokens": work.attended,
             "head": head,
             "head_tokens": 0 if head == "none" else work.responses,
-            "adapter_parameters": 0 if head == "none" else self._adapter_parameters,
+            "adapter_parameters": shape.adapters,
         }
-
-
-def _shape_of(reference: Policy) -> Architecture | None:
-    """The architecture of a reference with a model of its own; None where it is the actor's."""
-    if not isinstance(reference, OwnPolicy):
-        return None
-    return Architecture.from_config(reference.branch.body.config.to_dict())
 
 
 def _numbers_of(head: AnyNumberHead) -> NumberHead:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,24 +19,26 @@ from fourfold.algorithms.decoupling import balanced_scale, squared_cosine_sum
 from fourfold.batch import Experience
 from fourfold.models.roles import Activations, micro_batches
 from fourfold.models.trunk import above
-from fourfold.training.learner import Learner, Lesson, Steps, Totals, TrunkLearner
-from fourfold.training.objectives import policy_objective, value_objective, wanted_entropy
+from fourfold.training.learner import CriticBatch, Learner, Lesson, Steps, Totals, TrunkLearner
+from fourfold.training.objectives import policy_objective, wanted_entropy
 
 
-def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, mini: Tensor, totals: Totals) -> bool:
+def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, batch: CriticBatch, totals: Totals) -> bool:
     """One mini-batch for trunk, critic and actor; False when `target_kl` was reached and only the critic stepped.
 
     Each of the three has its own gradient norm and is clipped by it alone.
     """
-    experience = lesson.experience
+    experience, mini = lesson.experience, batch.rows
+    totals.value_pass(begins=batch.begins_pass)
     tokens, steps = lesson.tokens(mini), Steps(learner, totals)
     apart = trunk.settings.balance == "grad_norm" or not totals.sums["trunk_measured"]
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> float:
         approx_kl = 0.0
-        for _, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
-            approx_kl += _joint_pass(learner, trunk, lesson, part, inputs, tokens, totals, apart=apart)
+        for chosen, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
+            values = partial(lesson.value_lesson.objective, learner, rows=chosen, step=batch.number, totals=totals)
+            approx_kl += _joint_pass(learner, trunk, lesson, part, inputs, tokens, totals, values, apart=apart)
         return approx_kl
 
     def undo() -> None:
@@ -65,6 +69,7 @@ def _joint_pass(
     inputs: Activations,
     tokens: int,
     totals: Totals,
+    values: Callable[..., Tensor],
     *,
     apart: bool,
 ) -> float:
@@ -74,7 +79,7 @@ def _joint_pass(
     read_by_actor, read_by_critic = (shared.inputs.detach().requires_grad_() for _ in range(2))
     features = actor.hidden_at(Activations(read_by_actor, shared.mask), part)
     value_features = critic.hidden_at(Activations(read_by_critic, shared.mask), part)
-    value = value_objective(learner, value_features, part, settings, totals)
+    value = values(hidden=value_features, part=part)
     log_probs, entropy = actor.log_probs_of(features, part, lesson.temperature, entropy=wanted_entropy(settings))
     policy, approx_kl = policy_objective(actor, log_probs, entropy, part, settings, totals)
     if trunk.settings.decoupling:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -17,12 +17,17 @@ from fourfold.backends.scaling import LossScale
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection, TrunkSection
 from fourfold.memory.budget import BatchSizes
+from fourfold.models.ensemble import EnsembleHead
+from fourfold.models.own_critic import OwnCritic
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.models.split import Part
 from fourfold.models.trunk import drift
 from fourfold.training.accounting import TrunkWork, Work
 from fourfold.training.dimensions import ONE_VALUE, Dimensions
 from fourfold.training.gradients import TrunkGradients
+
+if TYPE_CHECKING:
+    from fourfold.training.value_lesson import ValueLesson
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +58,16 @@ class Learner:
     critic_optimizer: RoleOptimizer
     trunk: TrunkLearner | None = None
     values: Dimensions = ONE_VALUE
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether actor and critic learn from one pass over a trained trunk, unless it is in turns."""
+        return self.trunk is not None and not isinstance(self.critic, OwnCritic)
+
+    @property
+    def ensemble(self) -> bool:
+        """Whether the critic has several heads."""
+        return isinstance(self.critic.head, EnsembleHead)
 
     def optimizers(self) -> dict[str, RoleOptimizer]:
         """All of them, by name."""
@@ -129,6 +144,14 @@ class Steps:
         self._waiting.clear()
 
 
+class CriticBatch(NamedTuple):
+    """A mini-batch of the critic's, which of the update's it is, and whether it is the first of a pass."""
+
+    rows: Tensor
+    number: int
+    begins_pass: bool
+
+
 @dataclass(frozen=True)
 class Lesson:
     """What an update learns from, and how."""
@@ -138,6 +161,7 @@ class Lesson:
     settings: PpoSection
     temperature: float
     sizes: BatchSizes
+    value_lesson: ValueLesson
 
     def tokens(self, mini: Tensor) -> int:
         """Response tokens of a mini-batch: what its losses are divided by."""
@@ -175,6 +199,11 @@ class Totals:
         for name, value in found._asdict().items():
             self.sums[f"trunk_{name}"] += value
 
+    def value_pass(self, *, begins: bool) -> None:
+        """Where the critic begins to go through the rollout once more, what it errs by is counted anew."""
+        if begins:
+            self.sums["value_error"] = self.sums["value_error_tokens"] = 0.0
+
     def means(self, denominator: str, **names: str) -> dict[str, float]:
         """Sums over a denominator, under the metrics' names; none where nothing was counted: 0 would say something."""
         count = self.sums[denominator]
@@ -196,6 +225,8 @@ class Totals:
         return {
             **policy,
             **self.means("critic_tokens", value_loss_per_token="value_loss", value_clip_fraction="value_clipped"),
+            **self.means("value_error_tokens", value_loss_last_pass_per_token="value_error"),
+            **(self.means("critic_tokens", value_spread_per_token_mean="value_spread") if learner.ensemble else {}),
             **learner.values.metrics(self.sums),
             **self.means("actor_steps", actor_grad_norm="actor_grad_norm"),
             **self.means("critic_steps", critic_grad_norm="critic_grad_norm"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_loss
@@ -13,7 +16,9 @@ from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection
 from fourfold.models.heads import VectorHead
 from fourfold.models.roles import Policy
-from fourfold.training.learner import Learner, Totals
+
+if TYPE_CHECKING:
+    from fourfold.training.learner import Learner, Totals
 
 
 def value_objective(learner: Learner, hidden: Tensor, part: Experience, settings: PpoSection, totals: Totals) -> Tensor:
@@ -22,6 +27,7 @@ def value_objective(learner: Learner, hidden: Tensor, part: Experience, settings
     Of several dimensions it is the sum of their losses, each times what it counts (fourfold.training.dimensions).
     """
     values, head, several = learner.critic.values_of(hidden, part), learner.critic.head, learner.values
+    note_value_error(values, part, totals)
     eps = several.clip_range(settings.value_clip_eps, values)
     loss = value_loss(values, part.values, part.returns, part.response_mask, clip_eps=eps)
     total = loss.loss_sum
@@ -33,6 +39,14 @@ def value_objective(learner: Learner, hidden: Tensor, part: Experience, settings
     totals.sums["value_loss"] += float(total.detach())
     totals.sums["value_clipped"] += float(loss.clipped_sum.float().mean())
     return settings.value_coef * total
+
+
+@torch.no_grad()
+def note_value_error(values: Tensor, part: Experience, totals: Totals) -> None:
+    """Half the squared error, which no clipping bounds: what the critic has learned of these very returns."""
+    errors = part.total(values) - part.total(part.returns)
+    totals.sums["value_error"] += 0.5 * float(masked_sum(errors.square(), part.response_mask))
+    totals.sums["value_error_tokens"] += int(part.response_mask.sum())
 
 
 def wanted_entropy(settings: PpoSection) -> Entropy:

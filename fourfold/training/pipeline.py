@@ -14,6 +14,7 @@ import torch
 
 from fourfold.config import RunConfig, check_packages, check_paths
 from fourfold.config.checks import is_given
+from fourfold.config.checks.critic import critic_warnings
 from fourfold.config.checks.memory import needs_cuda
 from fourfold.config.checks.precision import precision, precision_warnings
 from fourfold.diagnostics.metrics import METRICS
@@ -138,7 +139,8 @@ def run_stages(config: RunConfig, say: Say) -> dict[str, Any]:
     todo = [stage for stage in config.stages if folder.finished(stage) is None]
     folder.require_same_settings(config)
     records = read_records(config.model_copy(update={"stages": tuple(todo)}))
-    for line in (*chosen.lines, *(f"warning: {warning}" for warning in precision_warnings(config))):
+    warnings = (*precision_warnings(config), *critic_warnings(config))
+    for line in (*chosen.lines, *(f"warning: {warning}" for warning in warnings)):
         say(line)
     for stage in config.stages:
         if stage not in todo:

@@ -43,6 +43,7 @@ from fourfold.training.held_out_texts import HeldOutTexts
 from fourfold.training.inputs import Inputs
 from fourfold.training.kept_rollouts import KeptRollouts
 from fourfold.training.learner import Learner, TrunkLearner
+from fourfold.training.pretraining import pretrain_critic
 from fourfold.training.prior import Prior
 from fourfold.training.reward_sources import reward_source
 from fourfold.training.rows import TIMED_PHASES
@@ -278,6 +279,10 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, timeline: Timeline, say:
         say(f"warning: {warning}")
     check_trained_gradients(trainer.models)
     folder.write_json("ppo/preflight.json", report.as_dict())
+    if trainer.config.critic.pretrain_rollouts and trainer.progress.step == 0:
+        pretrained = pretrain_critic(trainer)
+        say(pretrained.describe())
+        folder.write_json("ppo/pretraining.json", pretrained.as_dict())
     if trainer.progress.step == 0 and trainer.evaluation_prompts is not None:
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
@@ -298,7 +303,7 @@ def check_trained_gradients(models: FourModels) -> None:
 def describe_roles(trainer: Trainer) -> str:
     """Who is held where and in which type, and which heads nothing has trained yet."""
     text = "weights of the roles:\n" + as_text(roles_table(role_rows(trainer.models)))
-    if trainer.config.critic.begins_anew and trainer.progress.step == 0:
+    if trainer.models.new_value_head and trainer.progress.step == 0:
         text += "\nnewly initialised: value head (of the critic: zeros, and the mean score as its bias)"
     return text
 

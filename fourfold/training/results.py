@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.data.records import Message, PromptRecord, read_prompts
 from fourfold.data.tokenize import encode_prompts
 from fourfold.data.told_weights import ToldWeights
+from fourfold.files import require_empty, whole_folder
 from fourfold.memory.budget import BatchSizes
 from fourfold.memory.precision import DTYPES
 from fourfold.models.assembly import record_for
@@ -149,8 +147,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     Its generation config names every id that ended a response in the run, so that it stops where the actor learned to.
     """
     folder, target = RunFolder(Path(run).expanduser()), Path(out).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty folder; give another one")
+    require_empty(target)
     config = saved_config(folder.root)
     base = load_base(config)
     actor = load_actor(config, base, folder, best=best)
@@ -160,16 +157,7 @@ def export_actor(run: str, out: str, *, dtype: str, best: bool) -> Path:
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     model.generation_config.pad_token_id = base.pad_id
     model.to(DTYPES[dtype])  # pyright: ignore[reportArgumentType]  # the library's wrapper hides `self`
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".partial-{target.name}-", dir=target.parent))
-    try:
+    with whole_folder(target) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        if target.exists():
-            target.rmdir()
-        os.chmod(partial, 0o755)
-        os.rename(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return target

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fourfold.algorithms.kl import kl_estimate
+from fourfold.algorithms.masking import masked_mean
 from fourfold.algorithms.statistics import moments
 from fourfold.batch import Experience, ScoredRollout
 from fourfold.config.schema import RunConfig
@@ -122,6 +123,7 @@ def _values(experience: Experience) -> dict[str, float]:
     mask = experience.response_mask
     row = value_fit(experience)
     values, returns = (experience.total(each) for each in (experience.values, experience.returns))
+    row["value_loss_fresh_per_token"] = 0.5 * float(masked_mean((values - returns).square(), mask))
     for name, tensor in (("value", values), ("return", returns), ("advantage", experience.advantages)):
         row[f"{name}_mean"], row[f"{name}_std"] = moments(tensor, mask)
     return row

@@ -70,8 +70,12 @@ class Progress:
         """As things stand, for responses that no statistics take in; before the first step there are but their own."""
         return self.shaping if self.moments.count else self.shaping_with(scored)
 
-    def mean_shaped_score(self, scored: ScoredRollout, settings: PpoSection) -> Tensor:
-        """Of responses that were scored before the first step: where a new value head starts; one a dimension."""
+    def mean_shaped_score(self, scored: ScoredRollout, valid: Tensor, settings: PpoSection) -> Tensor:
+        """Of those responses, scored before the first step, that have a valid score: where a new value head starts.
+
+        One a dimension.
+        """
+        scored = scored.select(valid.nonzero()[:, 0])
         return shape_scores(scored, settings, self.shaping_of(scored)).mean(dim=0)
 
     def is_best(self, value: float, mode: str) -> bool:

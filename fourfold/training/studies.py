@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
-from fourfold.config.schema import CriticSection, RunConfig
+from fourfold.config.schema import RunConfig
 from fourfold.training.checkpoint import FOLDER
 
 Rows = Sequence[Mapping[str, Any]]
@@ -162,18 +162,10 @@ def _critic_init(config: RunConfig, stages: Path | None) -> list[Variant]:
     return found if config.reward.of_the_base else found[1:]
 
 
-UPDATES = "updates_per_actor"
-
-
 def _ratio(config: RunConfig, stages: Path | None) -> list[Variant]:
     """How often the critic learns from what the actor learns from once."""
-    if UPDATES not in CriticSection.model_fields:
-        raise ValueError(
-            f"study ratio: this version has no critic.{UPDATES}, so there is nothing to vary; allowed: "
-            f"{', '.join(name for name in STUDIES if name != 'ratio')}"
-        )
     return [
-        Variant(f"{count}-to-1", f"{count} of the critic for one of the actor", {f"critic.{UPDATES}": count})
+        Variant(f"{count}-to-1", f"{count} of the critic for one of the actor", {"critic.updates_per_actor": count})
         for count in (1, 2, 5)
     ]
 

@@ -80,9 +80,8 @@ class Trainer:
             bias = ReferenceBias.measured(self._score(*self.sampler.generate(prompts, policy_version=step))[0])
         rollout, activations = self.sampler.generate(prompts.first(self.sizes.actor.size), policy_version=step)
         scored, valid = self._score(rollout, activations)
-        if fresh and self.config.critic.begins_anew and bool(valid.any()):
-            scored_well = scored.select(valid.nonzero()[:, 0])
-            set_new_head_bias(self.models.critic, self.progress.mean_shaped_score(scored_well, self.config.ppo))
+        if fresh and self.models.new_value_head and bool(valid.any()):
+            set_new_head_bias(self.models.critic, self.progress.mean_shaped_score(scored, valid, self.config.ppo))
         restore_rng(*random_state)  # measuring changes nothing, so that a resumed run goes on as if it had not been
         return preflight(self.models, scored, activations, self.config, bias, fresh=fresh, size=self.sizes.actor)
 
@@ -134,6 +133,7 @@ class Trainer:
                 settings,
                 temperature=self.config.sampling.temperature,
                 seed=row_seed("update", self.config.seed, step),
+                critic=self.config.critic,
                 train_actor=step >= self.config.critic.warmup_rollouts,
                 sizes=self.sizes,
             )

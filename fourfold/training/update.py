@@ -9,18 +9,22 @@ float16 all step together or not at all (learner.py), so that all gradients are 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.batch import Experience
-from fourfold.config.schema import PpoSection
+from fourfold.config.schema import CriticSection, PpoSection
 from fourfold.memory.budget import BatchSizes
 from fourfold.models.roles import Activations, casts_once, micro_batches
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.joint import joint_step
-from fourfold.training.learner import Learned, Learner, Lesson, Steps, Totals
-from fourfold.training.objectives import policy_objective, value_objective, wanted_entropy, weight_metrics
+from fourfold.training.learner import CriticBatch, Learned, Learner, Lesson, Steps, Totals
+from fourfold.training.objectives import policy_objective, wanted_entropy, weight_metrics
+from fourfold.training.value_lesson import ValueLesson
 
 __all__ = ["Learned", "Learner", "update"]
 
@@ -33,26 +37,27 @@ def update(
     *,
     temperature: float,
     seed: int,
+    critic: CriticSection | None = None,
     train_actor: bool = True,
     sizes: BatchSizes | None = None,
 ) -> Learned:
     """Learn from one rollout.
 
-    With `target_kl`, a mini-batch whose KL(old, new) reaches it ends the update: its gradients are dropped and its
-    step is not taken, and only the critic's step on it stands. A role whose pass runs out of memory does its mini-batch
-    again from the start, in smaller micro-batches of `sizes`.
+    The critic goes through it `critic.updates_per_actor` = n times in each epoch: before each mini-batch of the actor's
+    it learns n of its own, in the order of those passes, of which the first is the actor's. With `target_kl`, a
+    mini-batch whose KL(old, new) reaches it ends the update: its gradients are dropped and its step is not taken, and
+    only the critic's steps before it stand. A role whose pass runs out of memory does its mini-batch again from the
+    start, in smaller micro-batches of `sizes`.
     """
-    totals = Totals()
-    lesson = Lesson(experience, activations, settings, temperature, sizes or BatchSizes.of(settings))
-    rows = len(experience.sequences)
+    critic = critic or CriticSection()
+    totals, stopped = Totals(), False
+    value_lesson = ValueLesson(settings, critic, seed)
+    lesson = Lesson(experience, activations, settings, temperature, sizes or BatchSizes.of(settings), value_lesson)
+    minis = _MiniBatches(len(experience.sequences), settings.mini_batch_size, seed, experience.sequences.device)
     learner.values.begin(learner.critic.head, experience)
-    stopped, index = False, 0
     for epoch in range(settings.num_epochs):
-        generator = torch.Generator().manual_seed(row_seed("epoch", seed, epoch))
-        order = torch.randperm(rows, generator=generator).to(experience.sequences.device)
-        for mini in order.split(settings.mini_batch_size):
-            stopped = not _learn(learner, lesson, mini, index, totals, train_actor=train_actor)
-            index += 1
+        for turn in minis.turns(epoch, critic.updates_per_actor):
+            stopped = not _learn(learner, lesson, turn, totals, train_actor=train_actor)
             if stopped:
                 break
         if stopped:
@@ -64,36 +69,74 @@ def update(
     return Learned(metrics, totals.actor, totals.critic, totals.trunk)
 
 
-def _learn(learner: Learner, lesson: Lesson, mini: Tensor, index: int, totals: Totals, *, train_actor: bool) -> bool:
-    """One mini-batch for whoever learns from it; False when `target_kl` was reached."""
+class _Turn(NamedTuple):
+    """A mini-batch of the actor's, which of the update's it is, and the critic's before it."""
+
+    actor: Tensor
+    index: int
+    critic: list[CriticBatch]
+
+
+class _MiniBatches:
+    """Rows of a rollout in the orders in which they are learned from; each pass over them has an order of its own."""
+
+    def __init__(self, rows: int, size: int, seed: int, device: torch.device) -> None:
+        self._rows, self._size, self._seed, self._device = rows, size, seed, device
+
+    def turns(self, epoch: int, ratio: int) -> Iterator[_Turn]:
+        """Of one epoch: `ratio` mini-batches of the critic's for each of the actor's."""
+        actors = self._pass("epoch", self._seed, epoch)
+        others = (self._pass("critic pass", self._seed, epoch, again) for again in range(1, ratio))
+        critics = [*actors, *chain.from_iterable(others)]
+        count = len(actors)
+        for place, mini in enumerate(actors):
+            own = range(place * ratio, (place + 1) * ratio)
+            before = [CriticBatch(critics[i], epoch * count * ratio + i, i % count == 0) for i in own]
+            yield _Turn(mini, epoch * count + place, before)
+
+    def _pass(self, *address: int | str) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(row_seed(*address))
+        order = torch.randperm(self._rows, generator=generator).to(self._device)
+        return list(order.split(self._size))
+
+
+def _learn(learner: Learner, lesson: Lesson, turn: _Turn, totals: Totals, *, train_actor: bool) -> bool:
+    """One mini-batch of the actor's, with the critic's before it; False when `target_kl` was reached."""
     sizes, trunk = lesson.sizes, learner.trunk
-    turn = "both" if trunk is None else trunk.settings.turn(index)
-    if trunk is not None and train_actor and turn == "both":
+    whose = trunk.settings.turn(turn.index) if trunk is not None and learner.one_pass else "both"
+    if trunk is not None and train_actor and learner.one_pass and whose == "both":
         with sizes.actor.working("trunk"):
-            return joint_step(learner, trunk, lesson, mini, totals)
+            return joint_step(learner, trunk, lesson, turn.critic[0], totals)
     steps, reached = Steps(learner, totals), False
-    if turn != "actor" or not train_actor:
-        with sizes.critic.working("critic"):
-            _critic_gradients(learner, lesson, mini, totals)
-            steps.due("critic")
-    if turn != "critic" and train_actor:
+    if whose != "actor" or not train_actor:
+        for mini in turn.critic:
+            steps.concluded(reached=False)  # those of the critic's mini-batch before
+            steps = Steps(learner, totals)
+            with sizes.critic.working("critic"):
+                _critic_gradients(learner, lesson, mini, totals)
+                steps.due("critic")
+    if whose != "critic" and train_actor:
         with sizes.actor.working("actor"):
-            reached = learner.reached(lesson, _actor_gradients(learner, lesson, mini, totals), mini, totals)
+            approx_kl = _actor_gradients(learner, lesson, turn.actor, totals)
+            reached = learner.reached(lesson, approx_kl, turn.actor, totals)
             if not reached:
                 steps.due("actor")
     return steps.concluded(reached=reached)
 
 
-def _critic_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals) -> None:
+def _critic_gradients(learner: Learner, lesson: Lesson, batch: CriticBatch, totals: Totals) -> None:
     """Those of one mini-batch, over a trunk that stands still."""
-    experience, settings, tokens = lesson.experience, lesson.settings, lesson.tokens(mini)
+    experience, critic, mini = lesson.experience, learner.critic, batch.rows
+    tokens = lesson.tokens(mini)
+    totals.value_pass(begins=batch.begins_pass)
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> None:
-        with casts_once(learner.critic, several=rows < len(mini)):
-            for _, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
-                hidden = learner.critic.hidden_at(inputs.states(), part)
-                learner.critic_optimizer.backward(value_objective(learner, hidden, part, settings, totals) / tokens)
+        with casts_once(critic, several=rows < len(mini)):
+            for chosen, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
+                hidden = critic.hidden_at(critic.reads(inputs, part).states(), part)
+                objective = lesson.value_lesson.objective(learner, hidden, part, chosen, batch.number, totals)
+                learner.critic_optimizer.backward(objective / tokens)
 
     def undo() -> None:
         learner.critic_optimizer.discard()
@@ -102,7 +145,7 @@ def _critic_gradients(learner: Learner, lesson: Lesson, mini: Tensor, totals: To
     lesson.sizes.critic.fitting(passes, len(mini), undo)
     learner.values.conclude(learner.critic.head, totals.sums, before.sums)
     totals.critic.add(experience, mini, with_last=False)
-    if learner.trunk is not None:
+    if learner.one_pass:
         totals.trunk.forward.add(experience, mini, with_last=False)
     totals.sums["critic_tokens"] += tokens
 

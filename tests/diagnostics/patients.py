@@ -19,7 +19,7 @@ from fourfold.errors import RunFailed
 from fourfold.rollout import decoder
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.local import LocalSampler
-from fourfold.training import update
+from fourfold.training import value_lesson
 from tiny import sentences, tiny_directory
 from training.runs import Tree, by_function, merged, run, settings
 
@@ -210,7 +210,7 @@ def found(examination: Examination, *expected: str, also: Set[str] = frozenset()
 @contextlib.contextmanager
 def memory_for_half() -> Iterator[None]:
     """The first backward pass of the critic over all rows runs out of memory."""
-    real, failed = update.value_objective, []
+    real, failed = value_lesson.value_objective, []
 
     def once(*given: Any) -> torch.Tensor:
         if not failed:
@@ -219,7 +219,7 @@ def memory_for_half() -> Iterator[None]:
         return real(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update, "value_objective", once)
+        patch.setattr(value_lesson, "value_objective", once)
         yield
 
 

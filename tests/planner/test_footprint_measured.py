@@ -13,6 +13,9 @@ CASES = (
     Case("tiny", ('sharing.mode="none"',), (8, 8, 24, 4)),
     Case("tiny", ('sharing.mode="none"', 'critic.heads="multi"', "critic.head_width=256"), (8, 8, 24, 4)),
     Case("tiny", ('sharing.mode="trunk"', 'precision.compute="bfloat16"'), (8, 8, 24, 8), ragged=True),
+    # Critics of fewer layers, and with a model of their own beside adapters.
+    Case("tiny", ('sharing.mode="none"', "critic.layers=2", "critic.ensemble=3", "ppo.value_clip_eps=0.0")),
+    Case("tiny", ('sharing.mode="adapters"',), critic="gpt2"),
     Case("tiny", ('reference.prior="moving"', 'precision.compute="bfloat16"', 'sharing.mode="none"'), (8, 8, 24, 4)),
     Case("tiny", ('reference.prior="uniform"', 'sharing.mode="trunk"', 'ppo.kl_estimator="full"'), (8, 8, 24, 4)),
 )

@@ -62,6 +62,11 @@ def pays_by_hash(prompts: list[str], responses: list[str]) -> list[float]:
     return [zlib.crc32(response.encode()) / 2**31 - 1.0 for response in responses]
 
 
+def pays_by_prompt(prompts: list[str], responses: list[str]) -> list[float]:
+    """1 or -1 as the prompt's first letter is before the middle of the alphabet: known in every state of a response."""
+    return [1.0 if prompt.strip()[:1].lower() < "n" else -1.0 for prompt in prompts]
+
+
 def pays_none_for_some(prompts: list[str], responses: list[str]) -> list[float | None]:
     """As `pays_by_hash`, but a third of the responses gets None."""
     numbers = pays_by_hash(prompts, responses)

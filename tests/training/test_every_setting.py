@@ -84,6 +84,7 @@ OF_RULES = {
     "format": "test_formats",
 }
 CONFLICTS, VECTOR = "training/test_conflicting_rewards.py", "training/test_vector_runs.py"
+CRITICS = "training/test_critics.py"
 SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
 SHOWN = {
@@ -128,6 +129,12 @@ SHOWN = {
     "reward.engine": "training/test_own_models.py::test_a_run_scored_by_onnx_runtime",
     "reward.model": "models/test_external.py::test_a_batch_is_scored_as_each_text_by_hand",
     "reward.init": "training/test_pipeline.py::test_a_reward_model_that_is_to_start_from_an_sft_needs_one",
+    "critic.layers": "models/test_critics.py::test_a_critic_of_the_lowest_layers_computes_what_a_shorter_model_does",
+    "critic.model": "models/test_critics.py::test_a_critic_with_a_model_of_its_own_shares_nothing_and_reads_ids",
+    "critic.pretrain_rollouts": f"{CRITICS}::test_pretraining_learns_the_score_at_every_position_and_moves_nobody_else",
+    "critic.updates_per_actor": f"{CRITICS}::test_the_critic_learns_n_mini_batches_before_each_of_the_actors",
+    "critic.dropout": f"{CRITICS}::test_dropout_is_for_learning_only",
+    "critic.ensemble": f"{CRITICS}::test_each_head_has_a_loss_of_its_own",
     "critic.init": "models/test_assembly.py::test_the_critic_starts_from_the_named_source",
     "ppo.importance": "training/test_importance.py::test_what_is_logged_of_the_weights",
     "critic.warmup_rollouts": "training/test_update.py::test_critic_warm_up_leaves_the_actor_alone",

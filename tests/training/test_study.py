@@ -121,7 +121,7 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(tmp_path: Path, capsy
     assert "runs that failed" in told.out and "study.html has the curves" in told.out
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name != "ratio"])
+@pytest.mark.parametrize("name", STUDIES)
 def test_every_variant_is_a_configuration_that_a_run_accepts(tmp_path: Path, name: str) -> None:
     config = make_config(tree_of(tmp_path))
     planned = plan(STUDIES[name], config, Asked(), tmp_path / "out")

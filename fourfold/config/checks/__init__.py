@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fourfold.config.checks.critic import critic
 from fourfold.config.checks.ignored import ignored, ignored_keys, is_given
 from fourfold.config.checks.inputs import DATASETS, STAGE_ORDER, data, reward_source, stages
 from fourfold.config.checks.memory import attention, in_backward, optimizer_states, overlap
@@ -53,6 +54,7 @@ def problems(config: RunConfig) -> list[str]:
         *reference_engine(config),
         *prior(config),
         *ppo(config),
+        *critic(config),
         *values(config),
         *sampled_weights(config),
         *warm_ups(config),

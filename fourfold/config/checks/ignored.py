@@ -59,7 +59,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because(f"sharing.mode = {mode!r} has no adapters", "adapters", *type(config.adapters).model_fields)
     _of_precision(config, because)
     if mode == "trunk":
-        _of_the_trunk(config.trunk, because)
+        _of_the_trunk(config.trunk, because, shared_by_critic=config.critic.of_the_run)
+    if not config.critic.of_the_run:
+        because("critic.model brings its own weights", "critic", "init", "layers")
     if config.memory.checkpointing == "none":
         because("memory.checkpointing = 'none' keeps every activation", "memory", "checkpoint_every")
     if "ppo" not in config.stages:
@@ -197,10 +199,13 @@ def _of_the_values(config: RunConfig, because: Because) -> None:
         because(f"critic.loss_balance = {critic.loss_balance!r} finds them", "critic", "loss_weights")
 
 
-def _of_the_trunk(trunk: TrunkSection, because: Because) -> None:
+def _of_the_trunk(trunk: TrunkSection, because: Because, *, shared_by_critic: bool) -> None:
     if not trunk.train:
         training = (name for name in type(trunk).model_fields if name not in ("train", "branch_layers"))
         because("trunk.train = false freezes the trunk", "trunk", *training)
+    elif not shared_by_critic:
+        reason = "critic.model stands beside the trunk, which the actor alone trains then"
+        because(reason, "trunk", "critic_grad_scale", "balance", "alternate", "decoupling")
     elif trunk.alternate:
         reason = "trunk.alternate keeps the trunk still in the critic's turns and the roles apart"
         because(reason, "trunk", "critic_grad_scale", "balance", "decoupling")

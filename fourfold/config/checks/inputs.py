@@ -69,10 +69,10 @@ def reward_source(config: RunConfig) -> Iterator[str]:
         )
     if reward.source == "function":
         yield from function_problem("reward", reward.function)
-    if not reward.has_model and "ppo" in config.stages and config.critic.init == "reward":
+    if not reward.has_model and "ppo" in config.stages and config.critic.from_reward:
         yield (
             f"critic.init: 'reward' copies the reward model, and reward.source = {reward.source!r} has none; "
-            "allowed: 'actor' or 'base'; try critic.init = 'actor'"
+            "allowed: 'actor' or 'base', or critic.model; try critic.init = 'actor'"
         )
 
 

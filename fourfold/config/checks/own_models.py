@@ -39,7 +39,8 @@ def reward_model(config: RunConfig) -> Iterator[str]:
     if reward.classifiers and not reward.of_the_base and "ppo" in config.stages and config.critic.init == "reward":
         yield (
             "critic.init: 'reward' copies the reward model, and that of source = 'model' is of another family: "
-            "its layers read other tokens than the actor writes; allowed: 'actor' or 'base'; try critic.init = 'actor'"
+            "its layers read other tokens than the actor writes; allowed: 'actor' or 'base', or critic.model; try "
+            "critic.init = 'actor'"
         )
     if reward.source == "model" and reward.residency == "cpu":
         yield (

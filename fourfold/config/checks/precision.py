@@ -32,7 +32,7 @@ def precision(config: RunConfig) -> Iterator[str]:
                 f"precision.{name}: given {held!r}, but sharing.mode = 'adapters' holds one base for all roles, as "
                 "precision.frozen says; leave it out"
             )
-    if given.critic_differs and given.compute != "auto":
+    if given.critic_differs and given.compute != "auto" and config.critic.of_the_run:
         yield from _critic(config)
     if given.compute == "float16":
         yield from _beside_float16(config)

@@ -162,46 +162,6 @@ class RewardSection(OptimizerSection, ClassifierSection):
     )
 
 
-class CriticSection(OptimizerSection):
-    init: Literal["reward", "actor", "base"] = Field(
-        default="reward",
-        description="Weights of the critic: from the reward model (with its head), from the actor, "
-        "or from the base model (new head).",
-    )
-
-    @property
-    def begins_anew(self) -> bool:
-        """Whether values of it have a new head, which nothing has trained."""
-        return self.init != "reward" or self.heads != "scalar"
-
-    heads: Literal["scalar", "vector", "multi"] = Field(
-        default="scalar",
-        description="'scalar': one value, of the weighted total. Else a value for each part of the reward and one for "
-        "the penalties (KL, length, missing EOS), with rewards, advantages, value clip and loss of their own: 'vector' "
-        "by one linear map, 'multi' by a small layer of its own for each on the shared body.",
-    )
-    head_width: PositiveInt = Field(default=32, description="Units of each head's own layer (heads = 'multi').")
-    loss_balance: Literal["fixed", "uncertainty", "grad_norm"] = Field(
-        default="fixed",
-        description="What the loss of each value counts (heads 'vector', 'multi'): loss_weights; or one over its mean "
-        "squared error on the rollout; or one over the norm of its gradient at what the heads read. The latter two "
-        "have mean 1 and stay within a tenth and ten times their geometric mean.",
-    )
-    loss_weights: dict[str, float] = Field(
-        default_factory=dict,
-        description="Factors of the value losses by part of the reward and 'penalties', where they are not 1.",
-    )
-    value_clip_eps: dict[str, float] = Field(
-        default_factory=dict,
-        description="Clip ranges of the values by part of the reward and 'penalties', where they are not "
-        "ppo.value_clip_eps.",
-    )
-    warmup_steps: Count = Field(default=0, description="Optimizer steps of linear warm-up of the learning rate.")
-    warmup_rollouts: Count = Field(
-        default=0, description="PPO steps at the start in which the critic alone is trained and the actor stands still."
-    )
-
-
 class PpoSection(OptimizerSection):
     steps: PositiveInt = Field(default=30, description="Rollouts (each is sampled, scored and learned from).")
     rollout_batch_size: PositiveInt = Field(default=32, description="Responses a rollout.")
@@ -270,10 +230,19 @@ class PpoSection(OptimizerSection):
     )
 
     @property
+    def mini_batches(self) -> int:
+        """Of one pass over a rollout."""
+        return -(-self.rollout_batch_size // self.mini_batch_size)
+
+    @property
     def updates_a_rollout(self) -> int:
-        """Optimizer steps of one whole rollout when no epoch ends early."""
+        """The actor's optimizer steps of one whole rollout when no epoch ends early."""
         return self.updates_of(self.rollout_batch_size)
 
+    def mini_batches_of(self, rows: int) -> int:
+        """Of one pass over a rollout of so many rows."""
+        return -(-rows // self.mini_batch_size)
+
     def updates_of(self, rows: int) -> int:
-        """Optimizer steps of a rollout of so many rows when no epoch ends early."""
-        return self.num_epochs * -(-rows // self.mini_batch_size)
+        """The actor's optimizer steps of a rollout of so many rows when no epoch ends early."""
+        return self.num_epochs * self.mini_batches_of(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fourfold.diagnostics.metrics.costs import COSTS
+from fourfold.diagnostics.metrics.critic import CRITIC
 from fourfold.diagnostics.metrics.dimensions import DIMENSIONS, STEERING
 from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
@@ -20,6 +21,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
         "Shaping of scores": SHAPING,
         "Policy": POLICY,
         "Value": VALUE,
+        "Critic": CRITIC,
         "Dimensions": DIMENSIONS,
         "Trunk": TRUNK,
         "Loss scale": LOSS_SCALE,

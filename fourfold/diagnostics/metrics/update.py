@@ -6,7 +6,7 @@ from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import LEARNED_TOKENS
 
 _ACTOR_TOKENS = "response tokens of the mini-batches that the actor went through"
-_CRITIC_TOKENS = "response tokens of the mini-batches that the critic went through"
+CRITIC_TOKENS = "response tokens of the mini-batches that the critic went through"
 # Standard deviations are Bessel-corrected.
 _LESS_ONE = f"{LEARNED_TOKENS}, less 1"
 
@@ -246,7 +246,7 @@ VALUE = (
         "return squared",
         "sum over tokens of half the (clipped) squared error of the value; of several values: of the sum of them, each "
         "times value_loss_weight",
-        _CRITIC_TOKENS,
+        CRITIC_TOKENS,
         "falls, then follows the spread of returns",
         "grows: lower `critic.learning_rate`, set `ppo.reward_normalization`",
         promised=False,
@@ -255,7 +255,7 @@ VALUE = (
         "value_clip_fraction",
         "share",
         "tokens at which the clipped branch of the value loss was the larger one; of several values: the mean of them",
-        _CRITIC_TOKENS,
+        CRITIC_TOKENS,
         "below 0.3",
         "larger: returns are wide against `ppo.value_clip_eps`; raise it or set `ppo.reward_normalization`",
         promised=False,

@@ -136,7 +136,10 @@ def _about(scene: Scene, who: str) -> str:
         return "a model of its own"
     if who == "reference" and scene.config.reference.kind == "uniform":
         return "uniform" + (", and the actor of step 0" if scene.config.reference.holds_step_0 else "")
-    kind = {"none": "a model", "trunk": f"{cut.branch} layers", "adapters": "adapters"}[scene.config.sharing.mode]
+    layers = cut.critic if who == "critic" else cut.branch
+    fewer = who == "critic" and scene.config.critic.layers > 0
+    whole = f"the lowest {layers} layers" if fewer else "a model"
+    kind = {"none": whole, "trunk": f"{layers} layers", "adapters": "adapters"}[scene.config.sharing.mode]
     kind = "a model" if who in scene.models else kind
     if who == "reward" and (others := len(scene.classifiers) - (who in scene.models)):
         kind = f"{kind} and {others} more" if scene.config.reward.of_the_base else f"{others} models"

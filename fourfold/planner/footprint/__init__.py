@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from fourfold.config.checks.critic import one_pass
 from fourfold.planner.bill import MOMENTS, Footprint, Item, Moment
 from fourfold.planner.footprint import held, process, work
 from fourfold.planner.footprint.roles import Cast, cast_of
@@ -41,7 +42,7 @@ def moments_of(scene: Scene, cast: Cast) -> frozenset[Moment]:
         gone.add(Moment("score", "reference"))
     if config.reference.holds_step_0:  # which is asked in its phase always
         gone.discard(Moment("score", "reference"))
-    if cast.trained_trunk is not None and not config.trunk.alternate:
+    if one_pass(config):
         gone |= {Moment("learn", "critic"), Moment("learn", "actor")}
     else:
         gone.add(Moment("learn", "trunk"))

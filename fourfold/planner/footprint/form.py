@@ -52,11 +52,12 @@ class Form:
     checkpoint_every: int = 1
     offload: bool = False
     cuda: bool = False
+    above: int = 0  # layers of the architecture above its own
 
     @property
     def start(self) -> int:
         """The first of its layers, counted in the whole model."""
-        return 0 if self.embedding else self.architecture.layers - self.layers
+        return 0 if self.embedding else self.architecture.layers - self.above - self.layers
 
     @property
     def autocast(self) -> int:

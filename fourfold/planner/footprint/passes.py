@@ -221,7 +221,9 @@ def joint(actor: Role, critic: Role, trunk: Form, texts: Texts, lesson: Lesson) 
 
     def run(layers: int, trunk_layers: int) -> Stages:
         t, batch = lesson.tape(), texts.states
-        parts = [Part(replace(role.form, layers=layers)) for role in (actor, critic)]
+        # A critic of fewer layers has these whatever the actor is extended from.
+        fewer = critic.form.layers if critic.form.layers != actor.form.layers else layers
+        parts = [Part(replace(actor.form, layers=layers)), Part(replace(critic.form, layers=fewer))]
         t.meter.stage("forward")
         shared = Part(replace(trunk, layers=trunk_layers)).forward(t, batch)
         doors = [ops.Anchor(t, shared) for _ in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fourfold.planner.bill import MOMENTS, Item, Moment
 from fourfold.planner.footprint.held import weights
@@ -90,7 +91,12 @@ def _roles(scene: Scene, cast: Cast) -> tuple[int, str]:
         reference = 0
     if cast.step_0 is not None:
         reference += cast.step_0.own_bytes() if half else own
-    reward = scorer if config.reward.of_the_base and config.reward.residency != "service" else 0
+    reward = 0
+    if config.reward.residency != "service":  # all layers, whatever the critic has
+        own_rewards = [
+            replace(role, form=replace(role.form, trained=True)) for role in cast.rewards if role.of_the_base
+        ]
+        reward = sum(4 * role.trained_numbers() for role in own_rewards)
     # Rounding a matrix: the narrow one and what is compared, 2 + 2 + 3 bytes a number, or 2 and 4 of it widened again.
     rounded = (7 if half else 6) * cast.actor.largest() if reference or reward else 0
     return shared + own + reference + scorer + reward + rounded, "actor, critic, reference and reward in float32"

@@ -159,13 +159,9 @@ def cast_of(scene: Scene) -> Cast:
         learner = replace(_learning(scene, own), lora=lora)
     tied = a.tied_embeddings and not shared
     actor = Role("actor", learner, head, own_head=not shared, tied=tied)
-    critic = Role(
-        "critic",
-        replace(learner, compute=_width(scene.config.precision.critic, learner.compute)),
-        numbers=NumberHead.of_critic(config),
-    )
-    if config.memory.optimizer_residency == "offload" and mode != "adapters":
-        actor, critic = _narrowed(actor), _narrowed(critic)
+    critic = _critic(scene, learner, depth)
+    if config.memory.optimizer_residency == "offload":
+        actor, critic = (_narrowed(role) if role.form.lora is None else role for role in (actor, critic))
     return Cast(
         trunk=trunk,
         trained_trunk=trained_trunk,
@@ -176,6 +172,21 @@ def cast_of(scene: Scene) -> Cast:
         rewards=tuple(_rewards(scene, own)),
         shared_head=head if shared and not a.tied_embeddings else None,
     )
+
+
+def _critic(scene: Scene, learner: Form, depth: int) -> Role:
+    """The layers that the actor learns with, the lowest of them, or a model of its own."""
+    config = scene.config
+    form = replace(learner, compute=_width(config.precision.critic, learner.compute))
+    if config.critic.layers:
+        layers = max(min(config.critic.layers, scene.base.layers) - depth, 0)
+        form = replace(form, layers=layers, above=scene.base.layers - depth - layers)
+    if (a := scene.models.get("critic")) is not None:
+        form = replace(
+            form, architecture=a, layers=a.layers, embedding=True, trained=True, table_trained=True, lora=None,
+            matrices=4, vectors=4, table=4, quantized="",
+        )  # fmt: skip
+    return Role("critic", form, numbers=NumberHead.of_critic(config))
 
 
 def _plain(scene: Scene, depth: int) -> Form:

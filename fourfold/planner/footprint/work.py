@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from fourfold.config.checks.critic import one_pass
 from fourfold.planner.bill import KINDS, Item, Kind, Moment, Tier
 from fourfold.planner.footprint.depth import BELOW, Line, Stages
 from fourfold.planner.footprint.held import trained, trunk_cache
@@ -49,7 +50,7 @@ def below_of(cast: Cast, role: Role, *, learns: bool = False) -> Below:
         return Below()
     if cast.trained_trunk is None or cast.trunk is None:
         return Below(cached=cast.trunk.compute if cast.trunk is not None else 0)
-    trained_below = role.name in ("actor", "critic")
+    trained_below = role.name in ("actor", "critic")  # a critic with a model of its own reads ids
     return Below(trunk=cast.trained_trunk if trained_below else cast.trunk, learns=learns)
 
 
@@ -174,7 +175,7 @@ def _learn(scene: Scene, cast: Cast) -> Iterator[Item]:
     size = {each.name: 4 * each.numbers for each in trained(cast)}
     waits = size["critic"] if scene.compute == "float16" else 0  # both step together (docs/decisions/0009)
     what = f"{micro.rows} rows"
-    if cast.trained_trunk is not None and not config.trunk.alternate:
+    if cast.trained_trunk is not None and one_pass(config):
         whole = size["actor"] + size["critic"] + 2 * size["trunk"]
         stages = joint(cast.actor, cast.critic, cast.trained_trunk, micro, lesson)
         stages = {**stages, "the steps": {"gradients": Line(whole)}}
