@@ -75,7 +75,9 @@ def _row(figure: Figure) -> str:
 
 def documents(root: Path) -> list[Path]:
     """The documents that may hold tables."""
-    return [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.is_file()]
+    return [
+        path for path in (*sorted(root.glob("README*.md")), *sorted((root / "docs").rglob("*.md"))) if path.is_file()
+    ]
 
 
 def update(root: Path, results: Sequence[Result], *, check: bool) -> list[Path]:

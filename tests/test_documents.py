@@ -1,4 +1,5 @@
-"""Every command of README.md can be given as it stands there, and a generated page is what the code generates."""
+"""Every command of the documents can be given as it stands there, what stands in two languages keeps in step, and a
+generated page is what the code generates."""
 
 from __future__ import annotations
 
@@ -16,9 +17,27 @@ from fourfold.diagnostics.doctor.markdown import doctor_markdown
 from fourfold.diagnostics.metrics import metrics_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
-LINES = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fourfold ")]
+
+
+def blocks(text: str) -> list[str]:
+    """What stands between fences."""
+    return re.findall(r"^```\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    """The lines of blocks that start this program."""
+    return [line for block in blocks(text) for line in block.splitlines() if line.startswith("fourfold ")]
+
+
+def read(name: str) -> str:
+    """A document of the project."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+README = read("README.md")
+LINES = commands(README)
+ASKED = sorted(set(commands(read("docs/questions.md"))))
+TWO_LANGUAGES = {"README.md": "README.zh-CN.md", "docs/questions.md": "docs/questions.zh-CN.md"}
 # The one file that no clone has: an earlier line of the README writes it.
 OWN = "my.toml"
 
@@ -48,6 +67,34 @@ def test_a_command_of_the_readme_is_understood(line: str, tmp_path: Path, monkey
     if hasattr(given, "run_folder"):
         outputs = {load_config(example).output for example in (ROOT / "examples").glob("*.toml")}
         assert given.run_folder in outputs
+
+
+@pytest.mark.parametrize("line", ASKED)
+def test_a_command_that_answers_a_question_is_understood(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = parsed(line)
+    config = getattr(given, "config", "")
+    if not config.endswith(".toml"):  # a published model, or a run
+        return
+    monkeypatch.chdir(tmp_path if config == OWN else ROOT)
+    if config == OWN:
+        assert main(["init", OWN]) == 0
+    load_config(Path(config), getattr(given, "overrides", []))
+
+
+@pytest.mark.parametrize(("english", "chinese"), TWO_LANGUAGES.items())
+def test_documents_in_two_languages_keep_in_step(english: str, chinese: str) -> None:
+    """The same headings in number and depth, blocks, tables of figures and links, and each leads to the other."""
+    first, second = read(english), read(chinese)
+    assert blocks(first) == blocks(second)
+    levels = [re.findall(r"^(#+) (?:([A-Z]+)\.)?", text, flags=re.MULTILINE) for text in (first, second)]
+    assert levels[0] == levels[1]
+    figures = [re.findall(r"<!-- figures:.*?<!-- /figures -->", text, flags=re.DOTALL) for text in (first, second)]
+    assert figures[0] == figures[1]
+    links = [sorted(re.findall(r"\]\(([^)]+)\)", text.replace(".zh-CN.md", ".md"))) for text in (first, second)]
+    assert set(links[0]) == set(links[1])
+    assert f"]({Path(chinese).name})" in first and f"]({Path(english).name})" in second
 
 
 def test_a_command_that_does_not_exist_would_be_noticed() -> None:
