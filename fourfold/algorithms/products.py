@@ -28,7 +28,10 @@ def product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 def matmul(left: Float[Tensor, "*batch rows inner"], right: Float[Tensor, "*batch inner columns"]) -> Tensor:
     """left @ right in the type of `left`, for passes without gradient."""
     wide = product_dtype(left.device.type, left.dtype)
-    return left @ right if wide == left.dtype else (left.to(wide) @ right.to(wide)).to(left.dtype)
+    if wide == left.dtype:
+        return left @ right
+    with torch.autocast(left.device.type, enabled=False):  # which would round the operands again
+        return (left.to(wide) @ right.to(wide)).to(left.dtype)
 
 
 def linear(

@@ -6,13 +6,14 @@ them is the planner's business.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 
 from fourfold.files import write_atomically
 from fourfold.memory.precision import DTYPES, cpu_multiplies_bfloat16
+from fourfold.models.products import linear_few_rows
 from fourfold.planner.hardware import host
 from fourfold.planner.hardware.machine import Cluster, Device, Node
 from fourfold.planner.hardware.measured import (
@@ -38,6 +40,8 @@ SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     "cpu": ((128, 576, 1536), (512, 576, 1536), (1024, 1024, 1024), (512, 2048, 8192)),
     "cuda": ((4096, 2048, 8192), (4096, 4096, 11008), (8192, 8192, 28672)),
 }
+# Rows of a decoding step, and the MLP in whose shape the weights of one are read.
+FEW_ROWS, DECODED = (1, 8, 64), (576, 1536)
 SECONDS = 0.3  # for each thing that is measured, at least
 COPIED = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
 PINNED = 256 * MIB
@@ -69,6 +73,7 @@ def measure(say: Callable[[str], None], folder: Path | None = None) -> Measureme
     findings = Findings(notes=_circumstances())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flops = {dtype: _products(device, dtype, findings, say) for dtype in multiplied(device)}
+    few_rows = {dtype: _few_rows(dtype, findings, say) for dtype in ("float32", "bfloat16") if device.type == "cpu"}
     bandwidth = _record(findings, say, "memory copy, read and written", "GB/s", copy_rate(device))
     pcie = 0.0
     if device.type == "cuda":
@@ -81,7 +86,7 @@ def measure(say: Callable[[str], None], folder: Path | None = None) -> Measureme
     _record(findings, say, "host memory", "GiB", host.host_memory())
     devices = _equal_devices(device, findings)
     node = Node(
-        device=_device(device, flops, bandwidth, pcie),
+        device=replace(_device(device, flops, bandwidth, pcie), few_rows=few_rows),
         devices=devices,
         link=_record(findings, say, "device to device", "GB/s", _peers()) if devices > 1 else 0.0,
         link_name="peer copies" if devices > 1 else "",
@@ -165,6 +170,26 @@ def _products(device: torch.device, dtype: str, findings: Findings, say: Callabl
             "quarter of that; allowed: 20 MiB or more; try when less runs here"
         )
     return max(rates)
+
+
+def _few_rows(dtype: str, findings: Findings, say: Callable[[str], None]) -> tuple[tuple[int, float], ...]:
+    """Rows and FLOP/s of a decoding step's products on a CPU: of weights that together do not stay in its caches."""
+    inputs, outputs = DECODED
+    count = math.ceil(COPIED["cpu"] / (4 * inputs * outputs))
+    weights = [torch.full((outputs, inputs), 0.5, dtype=DTYPES[dtype]) for _ in range(count)]
+    found = []
+    for rows in FEW_ROWS:
+        x = torch.full((rows, inputs), 0.5, dtype=DTYPES[dtype])
+
+        @torch.inference_mode()
+        def step(x: torch.Tensor = x) -> None:
+            for weight in weights:
+                linear_few_rows(x, weight, None)
+
+        rate = 2 * rows * inputs * outputs * count / best_seconds(step, x.device)
+        name = f"decoding, {dtype} product {rows} x {inputs} x {outputs}"
+        found.append((rows, _record(findings, say, name, "GFLOP/s", rate)))
+    return tuple(found)
 
 
 def product(device: torch.device, dtype: str, rows: int, inputs: int, outputs: int) -> Callable[[], object]:

@@ -107,9 +107,14 @@ def roofline(
     shares = SHARES[device.kind]
     compute = flops / reached_flops(device, dtype, few_rows=few_rows)
     memory = moved / (device.bandwidth * shares.bandwidth * (1.0 if device.measured else shares.published[1]))
+    return _with_calls(device, Seconds(compute, memory, 0.0, max(compute, memory)), layers)
+
+
+def _with_calls(device: Device, found: Seconds, layers: float) -> Seconds:
+    """The same with the calls of so many layers."""
+    shares = SHARES[device.kind]
     calls = layers * shares.layer_seconds
-    busy = max(compute, memory)
-    return Seconds(compute, memory, calls, max(busy, calls) if shares.queues else busy + calls)
+    return found._replace(calls=calls, total=max(found.total, calls) if shares.queues else found.total + calls)
 
 
 def reached_flops(device: Device, dtype: str, *, few_rows: bool = False) -> float:
@@ -150,6 +155,19 @@ def pass_seconds(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     found = roofline(device, dtype, one.flops / share, moved, layers)
     # The bubble of a pipeline (Narayanan et al. 2021, section 2.2.1).
     return found.times(1 + (layout.pipeline - 1) / calls), moved
+
+
+def decoding(device: Device, dtype: str, flops: float, rows: float, weights: float, other: float) -> Seconds:
+    """Products of a few `rows` that read `weights` bytes in their own type and `other` bytes, without calls.
+
+    Where products of few rows were measured, reading their weights is in that; elsewhere it is beside them.
+    """
+    rate = device.flops_of_rows(dtype, rows)
+    if rate is None:
+        return roofline(device, dtype, flops, weights + other, 0.0, few_rows=True)
+    compute = flops / reached_flops(device, dtype)
+    memory = max(flops / rate - compute, 0.0) + roofline(device, dtype, 0.0, other, 0.0).memory
+    return Seconds(compute, memory, 0.0, compute + memory)
 
 
 def _type_on(device: Device, dtype: str) -> str:
@@ -203,9 +221,10 @@ def _decode(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     prefill = roofline(device, dtype, first / layout.devices, batches * whole, batches * layers)
     cache = (batch.attended - attended) * cache_bytes_a_token(scene, layers) / layout.devices
     at_once = batch.rows / layout.data / batches * layout.expert
-    moved = steps * layout.pipeline * weight_bytes(scene, one, tokens=at_once) + cache
-    decode = roofline(device, dtype, (one.flops - first) / layout.devices, moved, steps * layers, few_rows=True)
-    return prefill + decode, batches * whole + moved
+    weights = steps * layout.pipeline * weight_bytes(scene, one, tokens=at_once)
+    own = weights * min(WIDTHS.get(dtype, 1) / touched(scene, one.role, "generate"), 1.0)
+    decode = decoding(device, dtype, (one.flops - first) / layout.devices, at_once, own, weights - own + cache)
+    return prefill + _with_calls(device, decode, steps * layers), batches * whole + weights + cache
 
 
 def step_bytes(scene: Scene, role: str) -> float:

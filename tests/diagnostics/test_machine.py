@@ -51,6 +51,13 @@ def test_this_machine_is_measured_and_found_as_it_was_measured(tmp_path: Path) -
     assert set(node.device.flops) == set(multiplied(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     assert all(1e8 < rate < 1e16 for rate in node.device.flops.values())
     assert 1e8 < node.device.bandwidth < 1e13
+    on_cpu = node.device.kind == "cpu"
+    assert set(node.device.few_rows) == ({"float32", "bfloat16"} if on_cpu else set())
+    assert all(
+        rate == pytest.approx(1e9 * measured.findings[f"decoding, {dtype} product {rows} x 576 x 1536, GFLOP/s"])
+        for dtype, rates in node.device.few_rows.items()
+        for rows, rate in rates
+    )
 
 
 @pytest.mark.usefixtures("quick")

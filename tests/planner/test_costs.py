@@ -15,7 +15,7 @@ from fourfold.planner.lever import Lever
 from fourfold.planner.levers import LEVERS
 from fourfold.planner.passes import passes
 from fourfold.planner.scene import Lengths, Scene
-from fourfold.planner.timing import HOST, SHARES, roofline
+from fourfold.planner.timing import HOST, SHARES, decoding, reached_flops, roofline
 from fourfold.planner.work import Costs, Work
 from planner.scenes import A100, CPU, LLAMA_2_7B, MIXTRAL_8X7B, cluster, scene
 
@@ -51,6 +51,21 @@ def test_a_measured_machine_reached_what_is_left_of_a_published_rate() -> None:
 def test_a_cpu_makes_its_calls_first() -> None:
     found = roofline(CPU, "float32", 160e9, 0.0, 1000)
     assert found.total == pytest.approx(1.0 + 0.25)
+
+
+def test_products_of_few_rows_go_by_what_was_measured_of_them() -> None:
+    """Seconds are linear in the rows between those that were measured, and go on so beyond them."""
+    measured = replace(CPU, few_rows={"float32": ((1, 10e9), (8, 40e9), (64, 160e9))}, source="measured here")
+    seconds = [rows / rate for rows, rate in measured.few_rows["float32"]]
+    for rows, expected in ((1, seconds[0]), (8, seconds[1]), (64, seconds[2]), (36, (seconds[1] + seconds[2]) / 2)):
+        assert rows / (measured.flops_of_rows("float32", rows) or 0) == pytest.approx(expected)
+    assert 120 / (measured.flops_of_rows("float32", 120) or 0) == pytest.approx(2 * seconds[2] - seconds[1])
+    assert measured.flops_of_rows("float16", 8) is None
+    found = decoding(measured, "float32", 40e9, 8, weights=1e12, other=0.0)
+    assert found.total == pytest.approx(1.0)  # the weights are in what was measured
+    assert found.compute == pytest.approx(40e9 / reached_flops(measured, "float32"))
+    more = decoding(measured, "float32", 40e9, 8, weights=1e12, other=measured.bandwidth)
+    assert more.total == pytest.approx(1.0 + 1 / SHARES["cpu"].bandwidth)
 
 
 def test_scoring_waits_for_products_and_decoding_for_memory_or_calls() -> None:

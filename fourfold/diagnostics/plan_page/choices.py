@@ -13,7 +13,7 @@ from fourfold.diagnostics.plan_bars import lever_shown
 from fourfold.planner.links import REACHED
 from fourfold.planner.plan import Plan
 from fourfold.planner.saved import plan_toml
-from fourfold.planner.timing import reached_flops, roofline
+from fourfold.planner.timing import decoding_steps, reached_flops, roofline
 from fourfold.planner.units import quantity, seconds, size
 
 
@@ -100,7 +100,9 @@ def _hardware(plan: Plan) -> Iterator[tuple[str, str]]:
 def _assumed(plan: Plan) -> Iterator[str]:
     """The constants that turn rates into seconds (fourfold.planner.timing and links have their sources)."""
     scene, device, dtype = plan.scene, plan.scene.cluster.device, plan.scene.compute
-    products, decoding = (reached_flops(device, dtype, few_rows=few_rows) for few_rows in (False, True))
+    rows = scene.config.ppo.rollout_batch_size / scene.layout.data / decoding_steps(scene)[0]
+    products = reached_flops(device, dtype)
+    decoding = device.flops_of_rows(dtype, rows) or reached_flops(device, dtype, few_rows=True)
     one = roofline(device, dtype, flops=0, moved=1, layers=1)
     yield (
         f"seconds: {dtype} products reach {quantity(products)}FLOP/s, while decoding {quantity(decoding)}FLOP/s; "

@@ -21,8 +21,9 @@ class Device:
     """One accelerator, or the CPU of a machine that has none.
 
     `flops` are those of dense matrix products by the type of their inputs ("float32", "bfloat16", "float16", "int8");
-    a type that is missing is not multiplied by the hardware. `memory` is what a run can have of it: of a GPU what
-    its maker calls its memory, of a CPU the host's.
+    a type that is missing is not multiplied by the hardware. `few_rows` are those with the few rows of a decoding step,
+    as pairs of rows and FLOP/s, reading the weights included; it is empty where that was not measured. `memory` is
+    what a run can have of it: of a GPU what its maker calls its memory, of a CPU the host's.
     """
 
     name: str
@@ -32,11 +33,21 @@ class Device:
     flops: Mapping[str, float]  # FLOP/s
     pcie: float = 0.0  # bytes/s, one direction, to host memory; 0 on a CPU, whose memory that is
     source: str = ""  # where the figures are from
+    few_rows: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # rows and FLOP/s
 
     @property
     def measured(self) -> bool:
         """Whether the rates are what large products and copies reached here, and not what its maker says."""
         return self.source.startswith("measured")
+
+    def flops_of_rows(self, dtype: str, rows: float) -> float | None:
+        """FLOP/s of products with so many rows as measured, between and beyond what was measured by its seconds."""
+        known = [(count, count / rate) for count, rate in self.few_rows.get(dtype, ())]
+        if len(known) < 2:
+            return None
+        above = next((i for i, (count, _) in enumerate(known) if count >= rows), len(known) - 1)
+        (low, before), (high, after) = known[max(above, 1) - 1 : max(above, 1) + 1]
+        return rows / max(before + (after - before) * (rows - low) / (high - low), 0.5 * known[0][1])
 
     def multiplies(self, dtype: str) -> bool:
         """Whether it has instructions for products of this type."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fourfold.planner.hardware import host
 from fourfold.planner.hardware.machine import Cluster
 
-FORMAT = 1
+FORMAT = 2
 DAYS = 30  # after which drivers, limits and what else runs here may have changed
 MEASURE = "`fourfold bench machine` measures it in a few seconds"
 
@@ -53,7 +53,7 @@ class Measurement(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     measured_at: float
     identity: Identity
     cluster: Cluster

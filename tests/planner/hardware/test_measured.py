@@ -82,7 +82,7 @@ def test_an_old_measurement_is_refused() -> None:
 def test_broken_files_and_those_of_another_version_are_refused() -> None:
     file = keep()
     tree = json.loads(file.read_text())
-    texts = ["", "{", "[]", json.dumps({**tree, "format": 2}), json.dumps({**tree, "more": 1})]
+    texts = ["", "{", "[]", json.dumps({**tree, "format": 1}), json.dumps({**tree, "more": 1})]
     texts.append(json.dumps({**tree, "cluster": {**tree["cluster"], "nodes": "1"}}))
     texts.append(json.dumps({key: value for key, value in tree.items() if key != "cluster"}))
     for text in texts:
