@@ -21,8 +21,7 @@ def test_the_examples_that_the_documents_name_are_there() -> None:
 def test_an_example_is_valid_and_runs_into_a_folder_of_its_own_name(path: Path) -> None:
     config = load_config(path)
     assert config.output == f"runs/{path.relative_to(ROOT / 'examples').with_suffix('')}"
-    trains_reward = config.reward.source == "train"
-    assert config.stages == (("sft", "reward", "ppo") if trains_reward else ("sft", "ppo"))
+    assert config.stages == (("sft", "reward", "ppo") if config.reward.trains else ("sft", "ppo"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -21,11 +21,13 @@ from torch import Tensor
 from fourfold.batch import Experience
 from fourfold.diagnostics.kept import value_fit
 from fourfold.diagnostics.progress import stage_progress
+from fourfold.errors import Interrupted
 from fourfold.models.roles import Activations, micro_batches
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.pipeline import learnable
 from fourfold.training.experience import estimate_advantages
+from fourfold.training.signals import StopRequest
 from fourfold.training.update import update
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def pretrain_critic(trainer: Trainer) -> Pretrained:
     # One pass, and values as far as they go: what clips them is for steps that follow each other closely.
     settings = config.ppo.model_copy(update={"num_epochs": 1, "value_clip_eps": 0.0})
     critic = config.critic.model_copy(update={"updates_per_actor": 1})
-    with stage_progress("critic: pretraining", count, unit="rollouts") as progress:
+    with StopRequest() as stop, stage_progress("critic: pretraining", count, unit="rollouts") as progress:
         for number in range(1, count + 1):
             experience, activations = _experience(trainer, stream, number)
             with trainer.census.phase(trainer.meter, "learn"):
@@ -86,6 +88,9 @@ def pretrain_critic(trainer: Trainer) -> Pretrained:
             responses += len(experience.sequences)
             steps += int(learned.metrics["critic_optimizer_steps"])
             progress.advance(1, note=f"value loss {learned.metrics.get('value_loss_per_token', 0.0):.3f}")
+            if stop.requested:
+                done = f"critic: pretraining stopped after rollout {number} of {count}"
+                raise Interrupted(f"{done}; the same command begins it anew, to the same numbers")
     after = value_fit(replace(held, values=_values(trainer, held, held_activations)))
     return Pretrained(count, responses, steps, before, after)
 

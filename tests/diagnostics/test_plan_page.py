@@ -13,6 +13,7 @@ import pytest
 
 from diagnostics.page_checks import drawings, parsed, style_of, words
 from fourfold.batch import Experience, Rollout, ScoredRollout
+from fourfold.config.sections.parts import PartSection
 from fourfold.diagnostics.plan_page import plan_page
 from fourfold.diagnostics.plan_page.choices import differences
 from fourfold.diagnostics.plan_page.tensors import BATCH, Tensor
@@ -251,7 +252,12 @@ def test_shapes_are_those_of_the_plan() -> None:
     values = next(tensor for tensor in BATCH if tensor.name == "values")
     assert values.shape == "[rollout, response]" and values.bytes(plan.scene) == 24 * 50 * 4
     several = plan.scene.config.critic.model_copy(update={"heads": "vector"})
-    reward = plan.scene.config.reward.model_copy(update={"source": "combined", "parts": {"kind": 1, "brief": 2}})
+    reward = plan.scene.config.reward.model_copy(
+        update={
+            "source": "combined",
+            "parts": {"kind": PartSection(source="function"), "brief": PartSection(source="function")},
+        }
+    )
     config = plan.scene.config.model_copy(update={"critic": several, "reward": reward})
     assert values.numbers(dataclasses.replace(plan.scene, config=config)) == "[24, 50, 3]", (
         "two parts and the penalties"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.batch import Experience
 from fourfold.config.schema import CriticSection, PpoSection
+from fourfold.errors import Interrupted
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.roles import Activations
 from fourfold.training.pretraining import pretrain_critic
@@ -371,7 +372,7 @@ def test_an_interrupted_run_with_everything_on_ends_as_one_left_alone(
     expected = outcome(tmp_path / "run")
     stopped = merged(tree, {"output": str(tmp_path / "stopped")})
     interrupt_at(call, name)
-    with pytest.raises(BaseException):  # noqa: B017 - an interruption, in pretraining Python's own
+    with pytest.raises(Interrupted, match="pretraining stopped" if call == 6 else "stopped after step"):
         run(stopped)
     interrupt_at(0, "")
     run(stopped)

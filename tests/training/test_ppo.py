@@ -12,15 +12,19 @@ NEW_HEAD = "newly initialised: value head"
 
 
 def test_a_new_value_head_is_named(tmp_path: Path) -> None:
-    """FAULTS E4, E11: one that comes from the reward model, or from a checkpoint, is not new."""
+    """FAULTS E4, E11: one that comes from a checkpoint is not new."""
     trainer = make_trainer(make_config(settings(tmp_path, by_function("pays_for_a", steps=2))))
     assert NEW_HEAD in describe_roles(trainer)
     trainer.step()
     assert NEW_HEAD not in describe_roles(trainer)
-    trainer.progress.step = 0
-    critic = trainer.config.critic.model_copy(update={"init": "reward"})
-    trainer.config = trainer.config.model_copy(update={"critic": critic})
-    assert NEW_HEAD not in describe_roles(trainer)
+
+
+def test_a_value_head_of_the_reward_model_is_not_new(tmp_path: Path) -> None:
+    said: list[str] = []
+    changes = {"critic": {"init": "reward"}, "evaluation": None, "ppo": {"steps": 1}}
+    run_stages(make_config(settings(tmp_path, changes)), said.append)
+    [table] = [text for text in said if text.startswith("weights of the roles:")]
+    assert NEW_HEAD not in table
 
 
 def test_a_run_shows_its_roles_before_the_first_step(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.diagnostics.metrics.metric import Metric
+from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import LEARNED
 
 # What shaping did to the scores, each where it is switched on.
@@ -40,8 +40,9 @@ SHAPING = (
         "share",
         "responses of which a score, after normalisation, was beyond +-`ppo.score_clip`",
         LEARNED,
-        "0 to 0.05",
+        "below 0.05",
         "large: scores that differ become the same; raise `ppo.score_clip`",
+        band=Band(high=0.05),
         promised=False,
     ),
     Metric(
