@@ -27,12 +27,19 @@ def linear_few_rows(
     if device != "cpu":
         return nn.functional.linear(x, weight, bias)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    few = x.numel() <= FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled()
     if product_dtype(device, dtype) != dtype:
-        return linear_in_float32(x.to(dtype), weight, bias)
-    single = dtype == x.dtype == weight.dtype == torch.float32
-    if not single or x.numel() > FEW_ROWS * x.shape[-1] or torch.is_grad_enabled():
+        return _few_rows_widened(x, weight, bias, dtype) if few else linear_in_float32(x.to(dtype), weight, bias)
+    if not few or not dtype == x.dtype == weight.dtype == torch.float32:
         return nn.functional.linear(x, weight, bias)
     return _few_rows(x, weight, bias)
+
+
+def _few_rows_widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """As `linear_in_float32`, for a few rows without gradient."""
+    wide = None if bias is None else bias.to(dtype).float()
+    with torch.autocast(x.device.type, enabled=False):
+        return _few_rows(x.to(dtype).float(), weight.to(dtype).float(), wide).to(dtype)
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -134,3 +134,21 @@ def test_half_precision_layers_give_the_same_with_and_without_instructions_for_i
     for ordinary, widened in zip(found[True], found[False], strict=True):
         assert ordinary.dtype == widened.dtype
         assert float((ordinary - widened).norm()) <= 0.05 * float(ordinary.norm())
+
+
+@given(st.integers(1, FEW_ROWS), st.booleans(), st.booleans(), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_few_rows_of_half_precision_are_widened_as_many_are(
+    rows: int, bias: bool, autocast: bool, dtype: torch.dtype
+) -> None:
+    """Float32 sums of the rounded numbers, rounded once; a master is rounded first."""
+    generator = torch.Generator().manual_seed(rows)
+    given = torch.float32 if autocast else dtype
+    x, weight = (torch.randn(n, 24, generator=generator).to(given) for n in (rows, 40))
+    add = torch.randn(40, generator=generator).to(given) if bias else None
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(few_rows, "product_dtype", lambda *_: torch.float32)
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            found = linear_few_rows(x, weight, add)
+    exact = x.to(dtype).double() @ weight.to(dtype).double().T + (0 if add is None else add.to(dtype).double())
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
