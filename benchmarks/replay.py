@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fourfold.batch import Rollout
 from fourfold.batch_files import read_batch, write_batch
-from fourfold.models.roles import Activations, micro_batches
+from fourfold.models.micro_batches import cut_rows, micro_batches
+from fourfold.models.roles import Activations
 from fourfold.rollout.sampler import PromptBatch
 from fourfold.training.trainer import Trainer
 
@@ -61,7 +62,9 @@ class Replay:
             torch.arange(len(given.log_probs), device=given.log_probs.device),
         )
         temperature = self._trainer.config.sampling.temperature
-        for chosen, part, inputs in micro_batches(given, activations, rows, self._trainer.sizes.log_probs.size):
+        for chosen, part, inputs in micro_batches(
+            given, activations, cut_rows(given, rows, self._trainer.sizes.log_probs.size)
+        ):
             log_probs, _ = self._trainer.models.actor.log_probs(inputs, part, temperature)
             found[chosen, : log_probs.shape[1]] = log_probs
         return found

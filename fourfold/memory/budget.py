@@ -176,7 +176,8 @@ Describe = Callable[[Shortage], str]
 class BatchSize:
     """Rows that a kind of pass takes at once, 0 for all: halved for the rest of the run when memory runs out.
 
-    With `whole`, the settings that the number comes from, it is never halved: the pass takes an optimizer step.
+    With `tokens` a pass takes no more than so many either, counted with padding, but for one row that is longer. With
+    `whole`, the settings that the number comes from, it is never halved: the pass takes an optimizer step.
     """
 
     phase: str
@@ -186,6 +187,7 @@ class BatchSize:
     whole: str = ""
     describe: Describe = str
     span: Callable[[str, str], AbstractContextManager[None]] = lambda phase, role: contextlib.nullcontext()
+    tokens: int = 0
 
     @contextlib.contextmanager
     def working(self, role: str) -> Iterator[None]:
@@ -218,8 +220,9 @@ class BatchSize:
             give_back()
             if final:
                 raise RunFailed(f"{report}{self._smaller(at_once)}; the last good checkpoint is kept")
-            self.size = at_once // 2
-            log.warning("%s; done again with %d at a time, from here on", report, self.size)
+            self.size, self.tokens = at_once // 2, self.tokens and max(self.tokens // 2, 1)
+            most = f" and {self.tokens} tokens" if self.tokens else ""
+            log.warning("%s; done again with %d%s at a time, from here on", report, self.size, most)
 
     def _smaller(self, at_once: int) -> str:
         """Why a pass over so many rows is not taken again in smaller ones."""
@@ -230,25 +233,40 @@ class BatchSize:
             "(memory.optimizer_in_backward steps within a pass, so none is done again with fewer rows)"
         )
 
-    def through(self, count: int, work: Callable[[slice], None]) -> None:
+    def through(self, count: int, work: Callable[[slice], None], lengths: Sequence[int] = ()) -> None:
         """Work through rows 0 to `count`; rows whose pass ran out of memory are taken again, fewer at once.
 
-        `work` leaves nothing behind unless it ends.
+        `work` leaves nothing behind unless it ends. `lengths` are the rows' tokens, which `tokens` goes by.
         """
         start = 0
+
+        def piece(size: int) -> int:
+            rows = min(size, count - start)
+            if lengths:
+                rows = rows_within(lengths[start : start + rows], self.tokens)
+            work(slice(start, start + rows))
+            return start + rows
+
         while start < count:
-            start = self.fitting(functools.partial(_piece, work, start, count), rows=count - start)
+            start = self.fitting(piece, rows=count - start)
+
+
+def rows_within(lengths: Sequence[int], tokens: int) -> int:
+    """How many of the first rows make at most so many tokens when all are as long as the longest; at least one.
+
+    0 tokens are no limit.
+    """
+    longest = 0
+    for rows, length in enumerate(lengths):
+        longest = max(longest, length)
+        if tokens and rows and (rows + 1) * longest > tokens:
+            return rows
+    return len(lengths)
 
 
 def batch_size(size: int | BatchSize, phase: str, role: str) -> BatchSize:
     """A number of rows as the size of this role's passes."""
     return BatchSize(phase, role, size) if isinstance(size, int) else size
-
-
-def _piece(work: Callable[[slice], None], start: int, count: int, size: int) -> int:
-    stop = min(start + size, count)
-    work(slice(start, stop))
-    return stop
 
 
 def shortage_of(
@@ -288,15 +306,15 @@ class BatchSizes:
         cls, ppo: PpoSection, sampling_rows: int = 0, budget: Budget | None = None, *, in_backward: bool = False
     ) -> BatchSizes:
         """As the settings give them; `in_backward` is `memory.optimizer_in_backward`."""
-        budget, micro = budget or Budget(), ppo.micro_batch_size
+        budget, micro, tokens = budget or Budget(), ppo.micro_batch_size, ppo.micro_batch_tokens
         whole = "ppo.mini_batch_size = ppo.micro_batch_size" if in_backward else ""
         return cls(
             generate=BatchSize("generate", "actor", sampling_rows, budget),
-            log_probs=BatchSize("generate", "actor", micro, budget),
-            score=BatchSize("score", "reference", micro, budget),
-            ahead=BatchSize("score", "reference", micro, budget),
-            actor=BatchSize("learn", "actor", micro, budget, whole),
-            critic=BatchSize("learn", "critic", micro, budget, whole),
+            log_probs=BatchSize("generate", "actor", micro, budget, tokens=tokens),
+            score=BatchSize("score", "reference", micro, budget, tokens=tokens),
+            ahead=BatchSize("score", "reference", micro, budget, tokens=tokens),
+            actor=BatchSize("learn", "actor", micro, budget, whole, tokens=tokens),
+            critic=BatchSize("learn", "critic", micro, budget, whole, tokens=tokens),
         )
 
     def describe_with(self, describe: Describe) -> None:
@@ -311,12 +329,14 @@ class BatchSizes:
 
     def state(self) -> dict[str, int]:
         """For a checkpoint."""
-        return {name: size.size for name, size in vars(self).items()}
+        limits = {f"{name}.tokens": size.tokens for name, size in vars(self).items() if size.tokens}
+        return {name: size.size for name, size in vars(self).items()} | limits
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Go on with the sizes of a checkpoint."""
-        for name, size in state.items():
-            getattr(self, name).size = size
+        for name, number in state.items():
+            kind, _, field_name = name.partition(".")
+            setattr(getattr(self, kind), field_name or "size", number)
 
     def metrics(self, rollout_rows: int) -> dict[str, float]:
         """For the row of a step."""

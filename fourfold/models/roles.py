@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float32
 from torch import Tensor, nn
 
 from fourfold.algorithms.log_probs import Entropy
@@ -32,7 +32,6 @@ from fourfold.models.heads import AnyNumberHead, LanguageHead, ScalarHead
 from fourfold.models.products import rounded
 from fourfold.models.split import Part
 
-AnyRollout = TypeVar("AnyRollout", bound=Rollout)
 AnyRole = TypeVar("AnyRole", "Policy", "Scorer")
 
 
@@ -59,31 +58,6 @@ class Activations:
     def bytes(self) -> int:
         """Bytes that the cache holds."""
         return self.inputs.numel() * self.inputs.element_size()
-
-
-def micro_batches(
-    batch: AnyRollout, activations: Activations, rows: Int64[Tensor, "rows"], size: int
-) -> Iterator[tuple[Tensor, AnyRollout, Activations]]:
-    """Cut `rows` into micro-batches of at most `size` rows of similar length, without columns of mere padding.
-
-    Yields the row numbers, the rows and their activations. Every row comes once; what is computed for a real token
-    does not depend on the rows beside it, so only the order of sums differs from any other way to cut.
-    """
-    for chosen in by_length(batch, rows).split(size):
-        yield chosen, *micro_batch(batch, activations, chosen)
-
-
-def by_length(batch: Rollout, rows: Int64[Tensor, "rows"]) -> Int64[Tensor, "rows"]:
-    """The same rows, those with the fewest tokens first."""
-    return rows[batch.attention_mask[rows].sum(dim=1).argsort(stable=True)]
-
-
-def micro_batch(batch: AnyRollout, activations: Activations, chosen: Tensor) -> tuple[AnyRollout, Activations]:
-    """These rows and their activations, without columns of mere padding."""
-    part = batch.select(chosen).trimmed()
-    start = batch.prompt_length - part.prompt_length
-    columns = slice(start, start + part.sequences.shape[1])
-    return part, Activations(activations.inputs[chosen, columns], activations.mask[chosen, columns])
 
 
 class _Role(nn.Module):

@@ -144,7 +144,7 @@ def rows_share(scene: Scene, phase: Phase) -> float:
     total = {"learn": ppo.mini_batch_size, "score": ppo.rollout_batch_size, "generate": ppo.rollout_batch_size}
     if phase not in total:
         return 1.0
-    at_once = ppo.micro_batch_size if phase != "generate" else sampling.batch_size or ppo.rollout_batch_size
+    at_once = scene.micro_rows if phase != "generate" else sampling.batch_size or ppo.rollout_batch_size
     return min(at_once, math.ceil(total[phase] / data)) / min(at_once, total[phase])
 
 
@@ -163,9 +163,7 @@ def _in_flight(scene: Scene, moment: Moment, stage: Stage) -> float:
     layers = _layers_share(scene.base.layers, stages)
     if moment.phase != "learn" or stage != "first":
         return layers
-    ppo = scene.config.ppo
-    micro_batches = math.ceil(ppo.mini_batch_size / scene.layout.data / ppo.micro_batch_size)
-    return layers * min(stages, micro_batches)
+    return layers * min(stages, scene.micro_batches(scene.config.ppo.mini_batch_size))
 
 
 def _layers_share(layers: int, stages: int) -> float:

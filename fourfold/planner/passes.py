@@ -222,8 +222,9 @@ class _Maker:
         ppo = self._config.ppo
         if not self._cut.head_trained and not ppo.entropy_coef:
             return 0
-        tokens = round(mini.responses / mini.rows * ppo.micro_batch_size)
-        return max(tokens - 1, 0) // CHUNK_TOKENS * CHUNK_TOKENS * (mini.rows // ppo.micro_batch_size)
+        rows = min(self._scene.micro_rows, mini.rows)
+        tokens = round(mini.responses / mini.rows * rows)
+        return max(tokens - 1, 0) // CHUNK_TOKENS * CHUNK_TOKENS * (mini.rows // rows)
 
     def _sizes(self, role: str, batch: Batch, layers: range, head: Head) -> dict[str, Any]:
         return {

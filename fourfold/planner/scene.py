@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -53,6 +54,20 @@ class Scene:
                 f"the layout {self.layout} takes {self.layout.devices} devices; there are {self.cluster.devices}; "
                 "try smaller degrees or more devices"
             )
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a pass in which all are as long as they may be."""
+        ppo, longest = self.config.ppo, self.lengths.prompt + self.lengths.response
+        fit = ppo.micro_batch_tokens // longest if ppo.micro_batch_tokens else ppo.micro_batch_size
+        return max(1, min(fit, ppo.micro_batch_size))
+
+    def micro_batches(self, rows: float) -> int:
+        """Passes over so many rows, on one device of those that share them."""
+        ppo, mine = self.config.ppo, rows / self.layout.data
+        mean = self.lengths.mean_prompt + self.lengths.mean_response
+        by_tokens = mine * mean / ppo.micro_batch_tokens if ppo.micro_batch_tokens else 0.0
+        return math.ceil(max(mine / ppo.micro_batch_size, min(by_tokens, mine)))
 
     @property
     def base(self) -> Architecture:

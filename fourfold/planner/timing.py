@@ -142,10 +142,10 @@ def pass_seconds(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     """The time of one pass on one device, and the bytes of its memory that are moved."""
     if one.decodes:
         return _decode(scene, one)
-    layout, ppo = scene.layout, scene.config.ppo
+    layout = scene.layout
     device, dtype = processor(scene, one.role), _type_on(processor(scene, one.role), compute_type(scene, one.role))
     share = 1 if elsewhere(scene, one.role) else layout.devices
-    calls = math.ceil(one.batch.rows / layout.data / ppo.micro_batch_size)
+    calls = scene.micro_batches(one.batch.rows)
     weights = calls * weight_bytes(scene, one)
     passing = (
         2 * LAYER_NUMBERS * WIDTHS.get(dtype, 2) * one.architecture.hidden * one.batch.tokens * len(one.layers) / share

@@ -6,7 +6,6 @@ A ring all-reduce of n devices sends 2 (n - 1) / n of the bytes from each, a gat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -67,9 +66,9 @@ def messages(scene: Scene) -> Iterator[Flow]:
 
 def _residency(scene: Scene, cover: Cover) -> Iterator[Flow]:
     """Frozen roles that are parked come in once a session, streamed ones for every micro-batch."""
-    ppo, sampling = scene.config.ppo, scene.config.sampling
+    sampling = scene.config.sampling
     sessions = decoding_steps(scene)[0] if sampling.overlap_scoring else 1
-    micro_batches = math.ceil(ppo.rollout_batch_size / scene.layout.data / ppo.micro_batch_size)
+    micro_batches = scene.micro_batches(scene.config.ppo.rollout_batch_size)
     divided = scene.layout.tensor * scene.layout.pipeline
     for role in FROZEN:
         where, size = residency(scene, role), own_bytes(scene, role) / divided
@@ -217,7 +216,7 @@ def _calls(scene: Scene, one: Pass) -> int:
     """How often one device goes through the layers of a pass, all that are like it together."""
     if one.decodes:
         return sum(decoding_steps(scene))
-    return one.times * math.ceil(one.batch.rows / scene.layout.data / scene.config.ppo.micro_batch_size)
+    return one.times * scene.micro_batches(one.batch.rows)
 
 
 def _within_passes(scene: Scene, made: list[Pass], cover: Cover) -> Iterator[Flow]:
@@ -272,5 +271,4 @@ def optimizer_steps(scene: Scene) -> dict[str, int]:
 
 def micro_batches_a_step(scene: Scene) -> int:
     """Passes whose gradients one device adds up before a step."""
-    ppo = scene.config.ppo
-    return math.ceil(ppo.mini_batch_size / scene.layout.data / ppo.micro_batch_size)
+    return scene.micro_batches(scene.config.ppo.mini_batch_size)

@@ -19,8 +19,9 @@ from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSizes
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
+from fourfold.models.micro_batches import by_length, micro_batch, tokens_of
 from fourfold.models.one_token import LlamaStep, step_agrees
-from fourfold.models.roles import Activations, Policy, by_length, copy_policy, freeze, micro_batch
+from fourfold.models.roles import Activations, Policy, copy_policy, freeze
 from fourfold.models.slot_cache import OneToken
 from fourfold.models.split import Part
 from fourfold.models.trunk import copy_trunk
@@ -99,7 +100,7 @@ class LocalSampler:
                 inputs[piece] = trunk(rollout.sequences[piece], rollout.attention_mask[piece])
 
             with self._scored_rows.working("actor"):
-                self._scored_rows.through(len(inputs), through)
+                self._scored_rows.through(len(inputs), through, [inputs.shape[1]] * len(inputs))
         activations = Activations(inputs, rollout.attention_mask)
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
@@ -142,7 +143,7 @@ class LocalSampler:
             found[order[piece], : log_probs.shape[1]] = log_probs
 
         with self._scored_rows.working("actor"):
-            self._scored_rows.through(len(order), take)
+            self._scored_rows.through(len(order), take, tokens_of(rollout, order))
         return found
 
     def _current_policy(self) -> Policy:

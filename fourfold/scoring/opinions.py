@@ -14,7 +14,8 @@ from fourfold.data.told_weights import ToldWeights
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import residency_of, resident
-from fourfold.models.roles import Activations, Policy, by_length, micro_batch
+from fourfold.models.micro_batches import by_length, micro_batch, tokens_of
+from fourfold.models.roles import Activations, Policy
 from fourfold.scoring.sources import RewardSource
 
 # What is said of every token of a response, and not once of each.
@@ -96,7 +97,7 @@ def ask(found: Opinions, rollout: Rollout, activations: Activations, role: Any, 
         found.put(order[piece], **asked(inputs, part))
 
     with resident(role):
-        size.through(len(order), opinions)
+        size.through(len(order), opinions, tokens_of(rollout, order))
 
 
 def of_reference(reference: Policy, temperature: float, size: BatchSize) -> Asked:

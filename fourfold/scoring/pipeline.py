@@ -65,7 +65,7 @@ def score(
         told = told_by(reward)
         last = [(part.source, of_reward(part.source, size, told), found.part(i)) for i, part in enumerate(parts)]
         roles = sorted([first, *roles, *last], key=lambda each: is_elsewhere(each[0]))
-    with sent_ahead([role for role, _, _ in roles], rollout, shortest_first(rollout), size.size, temperature):
+    with sent_ahead([role for role, _, _ in roles], rollout, shortest_first(rollout), size, temperature):
         for role, asked, into in roles:
             ask(into, rollout, activations, role, asked, size)
     if ahead is not None:

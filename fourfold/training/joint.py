@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fourfold.algorithms.decoupling import balanced_scale, squared_cosine_sum
 from fourfold.batch import Experience
-from fourfold.models.roles import Activations, micro_batches
+from fourfold.models.micro_batches import cut_rows, micro_batches
+from fourfold.models.roles import Activations
 from fourfold.models.trunk import above
 from fourfold.training.learner import CriticBatch, Learner, Lesson, Steps, Totals, TrunkLearner
 from fourfold.training.objectives import policy_objective, wanted_entropy
@@ -36,7 +37,8 @@ def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, batch: Cri
 
     def passes(rows: int) -> float:
         approx_kl = 0.0
-        for chosen, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
+        pieces = cut_rows(experience, mini, rows, lesson.sizes.actor.tokens)
+        for chosen, part, inputs in micro_batches(experience, lesson.activations, pieces):
             values = partial(lesson.value_lesson.objective, learner, rows=chosen, step=batch.number, totals=totals)
             approx_kl += _joint_pass(learner, trunk, lesson, part, inputs, tokens, totals, values, apart=apart)
         return approx_kl

@@ -22,7 +22,8 @@ from fourfold.batch import Experience
 from fourfold.diagnostics.kept import value_fit
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted
-from fourfold.models.roles import Activations, micro_batches
+from fourfold.models.micro_batches import cut_rows, micro_batches
+from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.pipeline import learnable
@@ -113,7 +114,8 @@ def _values(trainer: Trainer, experience: Experience, activations: Activations) 
     """Of the critic as it is now."""
     values, critic = torch.zeros_like(experience.values), trainer.models.critic
     rows = torch.arange(len(values), device=values.device)
-    for chosen, part, inputs in micro_batches(experience, activations, rows, trainer.sizes.score.size):
+    pieces = cut_rows(experience, rows, trainer.sizes.score.size, trainer.sizes.score.tokens)
+    for chosen, part, inputs in micro_batches(experience, activations, pieces):
         found = critic.values(inputs, part)
         values[chosen, : found.shape[1]] = found
     return values

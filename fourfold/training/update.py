@@ -19,7 +19,8 @@ from torch import Tensor
 from fourfold.batch import Experience
 from fourfold.config.schema import CriticSection, PpoSection
 from fourfold.memory.budget import BatchSizes
-from fourfold.models.roles import Activations, casts_once, micro_batches
+from fourfold.models.micro_batches import cut_rows, micro_batches
+from fourfold.models.roles import Activations, casts_once
 from fourfold.rollout.sampler import row_seed
 from fourfold.training.joint import joint_step
 from fourfold.training.learner import CriticBatch, Learned, Learner, Lesson, Steps, Totals
@@ -132,8 +133,9 @@ def _critic_gradients(learner: Learner, lesson: Lesson, batch: CriticBatch, tota
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> None:
-        with casts_once(critic, several=rows < len(mini)):
-            for chosen, part, inputs in micro_batches(experience, lesson.activations, mini, rows):
+        pieces = cut_rows(experience, mini, rows, lesson.sizes.critic.tokens)
+        with casts_once(critic, several=len(pieces) > 1):
+            for chosen, part, inputs in micro_batches(experience, lesson.activations, pieces):
                 hidden = critic.hidden_at(critic.reads(inputs, part).states(), part)
                 objective = lesson.value_lesson.objective(learner, hidden, part, chosen, batch.number, totals)
                 learner.critic_optimizer.backward(objective / tokens)
@@ -173,8 +175,9 @@ def _actor_passes(learner: Learner, lesson: Lesson, mini: Tensor, totals: Totals
     """The gradients of one mini-batch, `rows` at a time; returns the sum over tokens of KL(old, new)."""
     settings, approx_kl = lesson.settings, 0.0
     actor, wanted = learner.actor, wanted_entropy(settings)
-    with casts_once(actor, several=rows < len(mini)):
-        for _, part, inputs in micro_batches(lesson.experience, lesson.activations, mini, rows):
+    pieces = cut_rows(lesson.experience, mini, rows, lesson.sizes.actor.tokens)
+    with casts_once(actor, several=len(pieces) > 1):
+        for _, part, inputs in micro_batches(lesson.experience, lesson.activations, pieces):
             log_probs, entropy = actor.log_probs(inputs, part, lesson.temperature, entropy=wanted)
             objective, kl = policy_objective(actor, log_probs, entropy, part, settings, totals)
             learner.actor_optimizer.backward(objective / lesson.tokens(mini))

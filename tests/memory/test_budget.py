@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.backends.local import LocalOptimizer
-from fourfold.config.schema import MemorySection, OptimizerSection
-from fourfold.memory.budget import Budget, OverBudget
+from fourfold.config.schema import MemorySection, OptimizerSection, PpoSection
+from fourfold.memory.budget import BatchSize, BatchSizes, Budget, OverBudget, rows_within
 from fourfold.models.heads import LanguageHead
 from tiny_roles import MODES, tiny_base
 
@@ -69,3 +72,34 @@ def test_the_states_that_a_step_brings_in_count(tmp_path: Path, residency: Any) 
     adam.backward(net(torch.ones(2, 4)).sum())
     with pytest.raises(OverBudget):
         adam.step()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 40))
+def test_rows_fill_a_limit_of_tokens(lengths: list[int], tokens: int) -> None:
+    """By trying every number of rows: the most of which all shorter starts keep to the limit, and one at least."""
+    fits = [count * max(lengths[:count]) <= tokens or not tokens for count in range(1, len(lengths) + 1)]
+    expected = len(list(itertools.takewhile(bool, fits)))
+    assert rows_within(lengths, tokens) == max(expected, 1)
+
+
+def test_a_pass_ends_at_its_tokens_and_a_shortage_halves_them_too() -> None:
+    taken: list[tuple[int, int]] = []
+    size = BatchSize("score", "reference", 4, tokens=12)
+
+    def work(piece: slice) -> None:
+        if len(taken) == 1 and size.tokens == 12:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        taken.append((piece.start, piece.stop))
+
+    size.through(8, work, [1, 2, 2, 3, 6, 6, 7, 20])
+    assert taken == [(0, 4), (4, 5), (5, 6), (6, 7), (7, 8)]
+    assert (size.size, size.tokens) == (2, 6)
+
+
+def test_halved_tokens_are_those_of_a_resumed_run() -> None:
+    sizes = BatchSizes.of(PpoSection(micro_batch_tokens=100))
+    sizes.actor.tokens, sizes.actor.size = 50, 16
+    resumed = BatchSizes.of(PpoSection(micro_batch_tokens=100))
+    resumed.restore(sizes.state())
+    assert (resumed.actor.size, resumed.actor.tokens, resumed.critic.tokens) == (16, 50, 100)
+    assert not any("tokens" in name for name in BatchSizes.of(PpoSection()).state())

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.batch import Experience
-from fourfold.models.roles import Activations, micro_batches
+from fourfold.models.micro_batches import cut_rows, micro_batches
+from fourfold.models.roles import Activations
 from test_batch import make_batch
 from tiny_roles import MODES, activations_of, tiny_base, tiny_rollout
 
@@ -27,13 +28,18 @@ def whole(lengths: tuple[int, ...]) -> tuple[Experience, Activations]:
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 6), st.randoms())
-def test_every_row_comes_once_with_all_of_its_tokens(lengths: list[int], size: int, random: Random) -> None:
+@given(LENGTHS, st.integers(1, 6), st.integers(0, 30), st.randoms())
+def test_every_row_comes_once_with_all_of_its_tokens(
+    lengths: list[int], size: int, tokens: int, random: Random
+) -> None:
     batch, activations = whole(tuple(lengths))
     rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
     seen: list[int] = []
-    for chosen, part, inputs in micro_batches(batch, activations, torch.tensor(rows), size):
+    pieces = cut_rows(batch, torch.tensor(rows), size, tokens)
+    for chosen, part, inputs in micro_batches(batch, activations, pieces):
         assert 1 <= len(chosen) <= size
+        longest = int(part.attention_mask.sum(dim=1).max())
+        assert not tokens or len(chosen) == 1 or len(chosen) * longest <= tokens
         seen += chosen.tolist()
         assert torch.equal(inputs.mask, part.attention_mask)
         for i, row in enumerate(chosen.tolist()):
@@ -59,7 +65,10 @@ def test_a_trimmed_batch_has_a_real_token_in_its_outer_columns(lengths: list[int
 
 def test_rows_of_like_length_share_a_micro_batch() -> None:
     batch, activations = whole((4, 1, 4, 1))
-    widths = [part.response_mask.shape[1] for _, part, _ in micro_batches(batch, activations, torch.arange(4), 2)]
+    widths = [
+        part.response_mask.shape[1]
+        for _, part, _ in micro_batches(batch, activations, cut_rows(batch, torch.arange(4), 2))
+    ]
     assert widths == [1, 4]
 
 
@@ -89,7 +98,7 @@ def test_roles_say_the_same_of_trimmed_rows(tmp_path: Path, mode: str, size: int
     log_probs, _ = base.policy.log_probs(activations, rollout, 0.7)
     values, last = scorer.values_and_last(activations, rollout)
     scores = scorer.scores(activations)
-    for rows, part, inputs in micro_batches(rollout, activations, torch.arange(4), size):
+    for rows, part, inputs in micro_batches(rollout, activations, cut_rows(rollout, torch.arange(4), size)):
         columns = part.response_mask.shape[1]
         close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
         close(base.policy.log_probs(inputs, part, 0.7)[0], log_probs[rows, :columns])

@@ -15,6 +15,7 @@ from fourfold.planner import passes as module
 from fourfold.planner.architectures import Architecture
 from fourfold.planner.bill import Footprint
 from fourfold.planner.costs import costs
+from fourfold.planner.footprint import footprint
 from fourfold.planner.passes import passes
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.training.accounting import Accountant
@@ -114,6 +115,21 @@ def test_the_language_heads_second_pass_leaves_the_last_chunk_out() -> None:
     matrices = 2 * (4 * 4096**2 + 3 * 4096 * 11008) * tokens
     layers = 32 * (2 * matrices + 2 * 4 * 4096 * attended)
     assert backward.flops == layers + head * (2 * 16 * 300 + 2 * 2048)
+
+
+def test_a_limit_of_tokens_cuts_passes_as_fewer_rows_do() -> None:
+    """Memory goes by the longest rows, of which 4 fit into 1,600 tokens; time by the mean."""
+    lengths = Lengths.longest(100, 300)
+    sizes: dict[str, Any] = {"ppo__rollout_batch_size": 16, "ppo__mini_batch_size": 16}
+    by_rows = scene(lengths=lengths, ppo__micro_batch_size=4, **sizes)
+    by_tokens = scene(lengths=lengths, ppo__micro_batch_size=16, ppo__micro_batch_tokens=1600, **sizes)
+    assert by_tokens.micro_rows == by_rows.micro_rows == 4 and by_tokens.micro_batches(16) == 4
+    assert footprint(by_tokens) == footprint(by_rows)
+    assert costs(by_tokens, Footprint(())).work == costs(by_rows, Footprint(())).work
+    short = dataclasses.replace(by_tokens, lengths=Lengths(100, 300, 50, 50))
+    assert short.micro_batches(16) == 1 and short.micro_rows == 4
+    long = scene(lengths=lengths, ppo__micro_batch_size=16, ppo__micro_batch_tokens=10, **sizes)
+    assert long.micro_rows == 1 and long.micro_batches(16) == 16
 
 
 def test_a_reward_model_of_another_family_is_counted_with_its_own_layers() -> None:

@@ -277,6 +277,7 @@ ROWS = [
     Row("ppo.rollout_batch_size", 4, 8, metric("episodes")),
     Row("ppo.mini_batch_size", 2, 4, metric("optimizer_steps")),
     Row("ppo.micro_batch_size", 2, 1, ppo_passes),
+    Row("ppo.micro_batch_tokens", 0, 1, ppo_passes),
     Row("ppo.num_epochs", 1, 2, metric("epochs_run")),
     Row("ppo.clip_eps", 0.2, 1e-4, metric("policy_clip_fraction")),
     Row("ppo.clip_eps_high", 0.0, 1e-4, metric("policy_clip_fraction")),

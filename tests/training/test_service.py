@@ -98,18 +98,20 @@ def test_the_service_works_while_the_critic_does(tmp_path: Path) -> None:
 
 
 def test_max_rows_is_the_most_of_one_request(tmp_path: Path) -> None:
-    """In whole micro-batches of 2 rows, so that the numbers stay as they are."""
+    """In whole micro-batches of 2 rows, so that the numbers stay as they are; or of some tokens, one a request."""
     tree, found = separate(tmp_path), {}
-    for max_rows, requests in ((256, [8]), (5, [4, 4]), (2, [2, 2, 2, 2])):
+    for max_rows, tokens, requests in ((256, 0, [8]), (5, 0, [4, 4]), (2, 0, [2, 2, 2, 2]), (256, 1, [1] * 8)):
         seen: list[int] = []
         hosted = Watched(
             hosted_roles(tree, "reward"), lambda _, message, seen=seen: seen.append(len(message["prompts"]))
         )
         with listening(hosted) as server:
-            trainer = make_trainer(make_config(at_service(tree, server.url, "reward", max_rows=max_rows)))
+            limited = merged(tree, {"ppo": {"micro_batch_tokens": tokens}})
+            trainer = make_trainer(make_config(at_service(limited, server.url, "reward", max_rows=max_rows)))
             seen.clear()
-            found[max_rows] = trainer.step()["score_mean"]
+            found[max_rows, tokens] = trainer.step()["score_mean"]
         assert seen == requests
+    assert found.pop((256, 1)) == pytest.approx(found[256, 0]), "another order of sums"
     assert len(set(found.values())) == 1
 
 

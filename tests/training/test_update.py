@@ -121,6 +121,11 @@ def test_gradient_does_not_depend_on_micro_batches(trained: tuple[Trainer, Exper
     for size in (1, 2, 3):
         for found, expected in zip(gradients(*trained, micro_batch_size=size), whole, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for tokens in (1, 20, 45):
+        for found, expected in zip(
+            gradients(*trained, micro_batch_size=8, micro_batch_tokens=tokens), whole, strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_ratios_are_those_of_the_training_engine(trained: tuple[Trainer, Experience, Activations]) -> None:

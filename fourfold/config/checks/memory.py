@@ -93,6 +93,11 @@ def in_backward(config: RunConfig) -> Iterator[str]:
                 f"{name}.micro_batch_size: {micro} adds gradients up to {name}.{key} = {size}, but {because}; "
                 f"set {name}.micro_batch_size = {size}, or {name}.{key} = {micro}"
             )
+    if "ppo" in config.stages and config.ppo.micro_batch_tokens:
+        yield (
+            f"ppo.micro_batch_tokens: {config.ppo.micro_batch_tokens} may cut a mini-batch, but {because}; "
+            "set ppo.micro_batch_tokens = 0"
+        )
     if "ppo" in config.stages and config.sharing.mode == "trunk" and config.trunk.train:
         yield (
             f"trunk.train: true puts the trunk's gradient together from the actor's and the critic's, but {because}; "

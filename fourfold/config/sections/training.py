@@ -167,6 +167,12 @@ class PpoSection(OptimizerSection):
     rollout_batch_size: PositiveInt = Field(default=32, description="Responses a rollout.")
     mini_batch_size: PositiveInt = Field(default=32, description="Responses an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Responses a forward and backward pass.")
+    micro_batch_tokens: Count = Field(
+        default=0,
+        description="Tokens a pass, prompts and padding included, which end a micro-batch before it has all of its "
+        "responses: many short ones or few long ones then take about the same memory. A longer response has a pass of "
+        "its own. 0: no limit.",
+    )
     num_epochs: PositiveInt = Field(default=4, description="Passes over a rollout.")
     clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2, description="Clip range of the ratio (lower side: 1 - clip_eps)."

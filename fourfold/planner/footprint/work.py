@@ -34,7 +34,7 @@ def texts_of(scene: Scene, rows: int = 0) -> Texts:
 
 
 def _micro(scene: Scene) -> Texts:
-    return texts_of(scene, scene.config.ppo.micro_batch_size)
+    return texts_of(scene, scene.micro_rows)
 
 
 def passes_of(scene: Scene, cast: Cast) -> Iterator[Item]:
@@ -168,7 +168,7 @@ def _is_here(scene: Scene, role: Role) -> bool:
 
 def _learn(scene: Scene, cast: Cast) -> Iterator[Item]:
     config, ppo = scene.config, scene.config.ppo
-    micro = texts_of(scene, min(ppo.micro_batch_size, ppo.mini_batch_size))
+    micro = texts_of(scene, min(scene.micro_rows, ppo.mini_batch_size))
     keep = not config.memory.optimizer_in_backward and config.memory.optimizer_residency != "offload"
     several = ppo.mini_batch_size > micro.rows and keep
     lesson = Lesson(several, keep, "learn" if ppo.entropy_coef else "report")

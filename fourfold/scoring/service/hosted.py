@@ -17,8 +17,9 @@ from fourfold.memory.budget import BatchSize, Budget, tensor_bytes
 from fourfold.models.external import External
 from fourfold.models.identity import ModelIdentity, ReaderIdentity, RoleWeights, vocabulary_checksum
 from fourfold.models.loading import Base
+from fourfold.models.micro_batches import by_length, micro_batch
 from fourfold.models.reference import Alone
-from fourfold.models.roles import Activations, Policy, Scorer, by_length, micro_batch
+from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.models.split import Part
 from fourfold.models.storage import RoleRecord
 from fourfold.scoring.external import ExternalReward, NothingToRead

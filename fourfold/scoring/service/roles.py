@@ -23,7 +23,9 @@ from torch import Tensor
 from fourfold.algorithms.log_probs import Entropy
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
+from fourfold.memory.budget import BatchSize, rows_within
 from fourfold.memory.offload import residency_of
+from fourfold.models.micro_batches import tokens_of
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.scoring.service import wire
@@ -101,13 +103,17 @@ class RemoteRole:
             )
         return theirs
 
-    def send(self, rollout: Rollout, order: Tensor, size: int, temperature: float) -> None:
-        """Have these rows, in this order and `size` at a time, worked at; whole micro-batches make a request."""
-        rows = wire.rows_of(rollout.select(order))
-        step = max(size, self._max_rows // size * size)
-        for start in range(0, len(rows), step):
-            piece = rows[start : start + step]
-            self._sent.append((piece, self._sender.submit(self.ask, piece, size, temperature)))
+    def send(self, rollout: Rollout, order: Tensor, size: BatchSize, temperature: float) -> None:
+        """Have these rows, in this order and so many at a time, worked at; whole micro-batches make a request."""
+        rows, at_once = wire.rows_of(rollout.select(order)), size.size or len(order)
+        step, lengths = max(at_once, self._max_rows // at_once * at_once), tokens_of(rollout, order)
+        start = 0
+        while start < len(rows):
+            # With a limit of tokens each micro-batch is a request of its own: the service counts rows only.
+            count = rows_within(lengths[start : start + at_once], size.tokens) if size.tokens else step
+            piece = rows[start : start + count]
+            self._sent.append((piece, self._sender.submit(self.ask, piece, min(at_once, len(piece)), temperature)))
+            start += count
 
     def forget(self) -> None:
         """Give up what has been sent and not been fetched."""
@@ -181,12 +187,12 @@ class RemoteReader(RemoteRole):
 
 @contextlib.contextmanager
 def sent_ahead(
-    sources: Iterable[Any], rollout: Rollout, order: Tensor, size: int, temperature: float
+    sources: Iterable[Any], rollout: Rollout, order: Tensor, size: BatchSize, temperature: float
 ) -> Iterator[None]:
     """Within, those of the sources that are at a service have been asked about all of these rows."""
     remote = [held for source in sources if isinstance(held := residency_of(source), RemoteRole)]
     for role in remote:
-        role.send(rollout, order, size or len(order), temperature)
+        role.send(rollout, order, size, temperature)
     try:
         yield
     except BaseException:
