@@ -47,7 +47,7 @@ def missing_packages(config: RunConfig) -> list[str]:
     in_process = config.reference.engine != "torch" and config.reference.residency != "service"
     if in_process and "ppo" in config.stages:
         wanted["llama_cpp"] = f"reference.engine = {config.reference.engine!r} (the extra llama-cpp)"
-    if config.sampling.engine != "local" and "ppo" in config.stages:
+    if config.sampling.engine.startswith("llama_cpp") and "ppo" in config.stages:
         wanted["llama_cpp"] = f"sampling.engine = {config.sampling.engine!r} (the extra llama-cpp)"
     hub = [f"data.{name}.path = {dataset.path!r}" for name, dataset in _given_datasets(config) if _is_hub(dataset.path)]
     if hub:

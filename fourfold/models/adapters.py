@@ -11,11 +11,11 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.config.schema import AdaptersSection
 from fourfold.memory.quantization import dequantize, quiet_imports
-from fourfold.models.split import Part, keep_lowest
+from fourfold.models.split import Part, keep_lowest, layout_of_body
 
 # What peft calls the tensors of its LoRA layers.
 PREFIX = "lora_"
@@ -113,3 +113,22 @@ def merge_adapters(part: Part) -> None:
             merging.merge(safe_merge=True)
             parent, _, child = name.rpartition(".")
             setattr(part.get_submodule(parent), child, merging.get_base_layer())
+
+
+def adapters_of(branch: Part) -> dict[str, tuple[Tensor, Tensor]]:
+    """A [rank, inputs] and B [outputs, rank] of every adapted matrix, by the name of its weight in the whole model."""
+    from peft.tuners.lora import LoraLayer
+
+    layout = layout_of_body(branch.body)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for number, layer in enumerate(branch.layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, LoraLayer):
+                [a], [b] = (list(part.values()) for part in (module.lora_A, module.lora_B))
+                whole = f"{layout.body}.{layout.layers}.{branch.first_layer + number}.{name}.weight"
+                found[whole] = (_weight(a), _weight(b))
+    return found
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    return linear.get_parameter("weight")

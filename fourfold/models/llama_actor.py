@@ -10,15 +10,14 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from fourfold.config.schema import RunConfig
+from fourfold.models.adapters import adapters_of
 from fourfold.models.gguf_files import WEIGHTS_OF, require_writable, write_adapters, write_gguf
 from fourfold.models.llama_cpp import LlamaCpp, library
 from fourfold.models.llama_roles import verify_engine
 from fourfold.models.loading import Base
 from fourfold.models.roles import Policy, copy_policy
-from fourfold.models.split import Part, layout_of_body
 from fourfold.models.whole import whole_model
 
 KEY = "sampling.engine"
@@ -45,25 +44,6 @@ class LlamaActor:
         write_adapters(self._model_config, adapters_of(self._policy.branch), self._adapters, alpha=alpha)
         self._engine.take_adapters(self._adapters)
         return self._engine
-
-
-def adapters_of(branch: Part) -> dict[str, tuple[Tensor, Tensor]]:
-    """A [rank, inputs] and B [outputs, rank] of every adapted matrix, by the name of its weight in the whole model."""
-    from peft.tuners.lora import LoraLayer
-
-    layout = layout_of_body(branch.body)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for number, layer in enumerate(branch.layers):
-        for name, module in layer.named_modules():
-            if isinstance(module, LoraLayer):
-                [a], [b] = (list(part.values()) for part in (module.lora_A, module.lora_B))
-                whole = f"{layout.body}.{layout.layers}.{branch.first_layer + number}.{name}.weight"
-                found[whole] = (_weight(a), _weight(b))
-    return found
-
-
-def _weight(linear: nn.Module) -> Tensor:
-    return linear.get_parameter("weight")
 
 
 @torch.no_grad()

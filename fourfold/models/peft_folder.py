@@ -1,4 +1,4 @@
-"""A LoRA adapter that peft has saved, as a stored policy of a run with the same adapters.
+"""A LoRA adapter in peft's files: one that peft has saved as a stored policy of a run, and one of a run for others.
 
 What peft's config says must be what the run's `[adapters]` say, and what it does beyond low-rank products on the base's
 own weights is refused by name. Which layers are adapted, and at which rank, the tensors say.
@@ -7,11 +7,14 @@ own weights is refused by name. Which layers are adapted, and at which rank, the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
+from fourfold.config.schema import AdaptersSection
 from fourfold.models.split import Part, layout_of_body
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -91,3 +94,33 @@ def own_names(tensors: dict[str, Tensor], branch: Part) -> dict[str, Tensor]:
         rest = f"{module}.{ADAPTER}.{last}" if last == "weight" else f"{rest}.{ADAPTER}.weight"
         found[f"branch.body.{layers}.{int(number) - branch.first_layer}.{rest}"] = tensor
     return found
+
+
+def write_peft_folder(
+    folder: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], settings: AdaptersSection, model: str
+) -> None:
+    """Write A and B by the names of the weights that they adapt (`adapters_of`) as peft saves an adapter of `model`."""
+    from peft import LoraConfig
+
+    numbers = sorted({int(piece) for name in pairs for piece in name.split(".") if piece.isdigit()})
+    targets = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in pairs})
+    alpha: Any = settings.alpha  # annotated as an integer there
+    LoraConfig(
+        r=settings.rank,
+        lora_alpha=alpha,
+        use_rslora=settings.rslora,
+        target_modules=targets,
+        layers_to_transform=numbers,
+        base_model_name_or_path=model,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    tensors = {
+        f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight": tensor.detach()
+        .float()
+        .cpu()
+        .contiguous()
+        for name, pair in pairs.items()
+        for letter, tensor in zip("AB", pair, strict=True)
+    }
+    save_file(tensors, folder / TENSORS, {"format": "pt"})

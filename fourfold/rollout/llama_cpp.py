@@ -7,7 +7,6 @@ engine gives ids and log-probs; one batched pass of the training engine gives ac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,16 +19,8 @@ from fourfold.models.roles import Activations
 from fourfold.rollout.decoder import SamplingSettings
 from fourfold.rollout.draw import draw_tokens, row_uniforms
 from fourfold.rollout.local import LocalSampler
+from fourfold.rollout.outside import Response, rollout_of
 from fourfold.rollout.sampler import PromptBatch
-
-
-@dataclass
-class _Response:
-    """What was drawn for a row."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    ended: bool = False
 
 
 class LlamaSampler:
@@ -44,19 +35,19 @@ class LlamaSampler:
     @torch.no_grad()
     def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
         """One response a row, as many rows side by side as the engine takes."""
-        engine, responses = self._actor.current(), list[_Response]()
+        engine, responses = self._actor.current(), list[Response]()
         limit = self._settings.limited(prompts).max_new_tokens
         for start in range(0, len(prompts.tokens), SEQUENCES):
             chosen = slice(start, start + SEQUENCES)
             responses += self._drawn(engine, prompts.tokens[chosen], prompts.seeds[chosen], limit)
-        return self._exact.taken_up(self._rollout(prompts, responses, policy_version))
+        return self._exact.taken_up(rollout_of(self._base, prompts, responses, policy_version))
 
     def _drawn(
         self, engine: LlamaCpp, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limit: int
-    ) -> list[_Response]:
+    ) -> list[Response]:
         """Responses of at most `limit` tokens to these prompts; a row that has ended leaves the batch."""
         uniforms = row_uniforms(seeds, limit)
-        responses = [_Response([], []) for _ in prompts]
+        responses = [Response([], []) for _ in prompts]
         growing = engine.growing(len(prompts), sum(map(len, prompts)) + len(prompts) * limit)
         more = {row: list(tokens) for row, tokens in enumerate(prompts)}
         for t in range(limit):
@@ -76,21 +67,7 @@ class LlamaSampler:
                 break
         return responses
 
-    def _completes_stop_string(self, response: _Response) -> bool:
+    def _completes_stop_string(self, response: Response) -> bool:
         stops = self._settings.stop_strings
         text = self._base.tokenizer.decode(response.tokens, skip_special_tokens=False) if stops else ""
         return any(stop in text for stop in stops)
-
-    def _rollout(self, prompts: PromptBatch, responses: Sequence[_Response], policy_version: int) -> Rollout:
-        """Still without the training engine's log-probs."""
-        rollout = Rollout.of_tokens(prompts.tokens, [each.tokens for each in responses], self._base.pad_id)
-        log_probs = torch.zeros_like(rollout.sampler_log_probs)
-        log_probs[rollout.response_mask] = torch.tensor([number for each in responses for number in each.log_probs])
-        rollout = replace(
-            rollout,
-            sampler_log_probs=log_probs,
-            truncated=torch.tensor([not each.ended for each in responses]),
-            policy_version=torch.full_like(rollout.policy_version, policy_version),
-            prompt_id=torch.tensor(list(prompts.prompt_ids)),
-        )
-        return rollout.to(next(self._base.policy.parameters()).device)

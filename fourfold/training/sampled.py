@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import BatchSizes
@@ -14,8 +15,10 @@ from fourfold.rollout.llama_cpp import LlamaSampler
 from fourfold.rollout.local import LocalSampler
 from fourfold.rollout.prompts import evaluation_batch
 from fourfold.rollout.sampler import PromptBatch, Sampler
+from fourfold.rollout.vllm import VllmSampler, VllmServer, verify
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.combined import Reward, told_by
+from fourfold.scoring.service.client import Service
 from fourfold.training.supervised import Texts
 
 
@@ -27,9 +30,21 @@ def sampler_of(config: RunConfig, models: FourModels, sizes: BatchSizes, ahead: 
         return exact
     if config.sampling.engine == "local":
         quick: Sampler = LocalSampler(models.base, models.actor, settings, sizes, ahead)
+    elif config.sampling.engine == "vllm":
+        quick = _at_vllm(config, models, settings, exact)
     else:
         quick = LlamaSampler(models.base, LlamaActor(config, models.base, models.actor), settings, exact)
     return GuardedSampler(quick, exact, config.sampling.max_gap)
+
+
+def _at_vllm(config: RunConfig, models: FourModels, settings: SamplingSettings, exact: LocalSampler) -> Sampler:
+    """Compared with the training engine on a probe; ValueError where the server's distribution is another one."""
+    clients = [Service(config.sampling, key="sampling") for _ in range(config.sampling.requests)]
+    folder = Path(config.output).expanduser() / "ppo" / "sampler"
+    server = VllmServer(clients, models.actor, config.adapters, config.model.path, folder)
+    sampler = VllmSampler(models.base, server, settings, exact)
+    verify(sampler, exact, models.actor, len(models.actor.head.weight), config.sampling.max_gap)
+    return sampler
 
 
 def _sampling_settings(config: RunConfig) -> SamplingSettings:

@@ -118,14 +118,9 @@ def test_gradient_does_not_depend_on_micro_batches(trained: tuple[Trainer, Exper
     """FAULTS F2, F16: for the critic as for the actor; micro-batches of 3 leave one of 2."""
     whole = gradients(*trained, micro_batch_size=8)
     assert all(float(g.abs().max()) > 1e-3 for g in whole)
-    for size in (1, 2, 3):
-        for found, expected in zip(gradients(*trained, micro_batch_size=size), whole, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    for tokens in (1, 20, 45):
-        for found, expected in zip(
-            gradients(*trained, micro_batch_size=8, micro_batch_tokens=tokens), whole, strict=True
-        ):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for size, tokens in ((1, 0), (2, 0), (3, 0), (8, 1), (8, 20), (8, 45)):
+        cut = gradients(*trained, micro_batch_size=size, micro_batch_tokens=tokens)
+        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_ratios_are_those_of_the_training_engine(trained: tuple[Trainer, Experience, Activations]) -> None:

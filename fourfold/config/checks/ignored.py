@@ -84,6 +84,9 @@ def ignored_keys(config: RunConfig) -> dict[str, str]:
         because(
             f"sampling.engine = {config.sampling.engine!r} draws as many rows at once as fit", "sampling", "batch_size"
         )
+    if config.sampling.engine != "vllm":
+        reason = f"sampling.engine = {config.sampling.engine!r} asks no server"
+        because(reason, "sampling", "url", "token_env", "requests", "timeout_seconds", "retries")
     if config.curriculum.steps == 0:
         reason = "curriculum.steps = 0 lets nothing grow"
         because(reason, "curriculum", "start_new_tokens", "start_rollout_batch_size")

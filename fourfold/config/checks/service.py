@@ -88,7 +88,7 @@ def _llama_server(config: RunConfig) -> Iterator[str]:
         )
 
 
-def problem_of_url(url: str) -> str:
+def problem_of_url(url: str, key: str = "service") -> str:
     """What is wrong with it; empty where nothing is."""
     if not url:
         return "not given"
@@ -100,5 +100,5 @@ def problem_of_url(url: str) -> str:
     if not usable:
         return f"given {url!r}, which is no http:// or https:// address"
     if parts.username is not None or parts.query or parts.fragment:
-        return f"given {url!r} with a user, a query or a fragment (a token stands in service.token_env's variable)"
+        return f"given {url!r} with a user, a query or a fragment (a token stands in {key}.token_env's variable)"
     return ""

@@ -10,11 +10,25 @@ from fourfold.config.sections.base import Count, PositiveFloat, PositiveInt, Sec
 
 
 class SamplingSection(Section):
-    engine: Literal["local", "llama_cpp", "llama_cpp_q8_0"] = Field(
+    engine: Literal["local", "llama_cpp", "llama_cpp_q8_0", "vllm"] = Field(
         default="local",
-        description="What draws responses: this program, or llama.cpp on the CPU (extra llama-cpp), with the base "
-        "written as GGUF, its matrices in float16 or in Q8_0, and the adapters written after every update (needs "
-        "sharing.mode = 'adapters'). At every start its log-probs are compared with torch's.",
+        description="What draws responses: this program; llama.cpp on the CPU (extra llama-cpp), with the base written "
+        "as GGUF, its matrices in float16 or in Q8_0; or a vLLM server of yours (`url`) that serves "
+        "model.path. The last two are given the adapters after every update (they need sharing.mode = 'adapters'), and "
+        "at every start their log-probs are compared with torch's.",
+    )
+    url: str = Field(
+        default="",
+        description="Address of the vLLM server of engine = 'vllm', such as 'http://127.0.0.1:8000' "
+        "(docs/sampling.md says how to start it).",
+    )
+    token_env: str = Field(
+        default="", description="Name of the environment variable that holds the key of `url`; empty: none."
+    )
+    requests: PositiveInt = Field(default=64, description="Rows that are asked for at a time at `url`.")
+    timeout_seconds: PositiveFloat = Field(default=600.0, description="Longest wait for one row of `url`.")
+    retries: Count = Field(
+        default=4, description="How often a request to `url` that fails is sent again, after 0.5 s, 1 s, 2 s and so on."
     )
     weights: Literal["as_trained", "int8", "int8_dynamic", "nf4"] = Field(
         default="as_trained",

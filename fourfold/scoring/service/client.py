@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from fourfold.config.schema import PartSection, ServiceSection
+from fourfold.config.schema import PartSection, SamplingSection, ServiceSection
 from fourfold.errors import RunFailed
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.wire import BadMessage
@@ -49,7 +49,7 @@ class Service:
 
     def __init__(
         self,
-        settings: ServiceSection | PartSection,
+        settings: ServiceSection | PartSection | SamplingSection,
         environment: Mapping[str, str] = os.environ,
         *,
         key: str = "service",
@@ -91,11 +91,15 @@ class Service:
         """The answer to a request."""
         return self._request("POST", path, wire.encode(message))
 
-    def _request(self, method: str, path: str, content: bytes) -> dict[str, Any]:
+    def tell(self, path: str, message: dict[str, Any]) -> None:
+        """A request whose answer says nothing but that it was done."""
+        self._request("POST", path, wire.encode(message), read=False)
+
+    def _request(self, method: str, path: str, content: bytes, *, read: bool = True) -> dict[str, Any]:
         pause = FIRST_PAUSE_SECONDS
         for attempt in range(self._retries + 1):
             try:
-                return self._once(method, path, content)
+                return self._once(method, path, content, read=read)
             except _Passing as error:
                 if attempt == self._retries:
                     raise Unanswered(
@@ -109,9 +113,11 @@ class Service:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _once(self, method: str, path: str, content: bytes) -> dict[str, Any]:
+    def _once(self, method: str, path: str, content: bytes, *, read: bool) -> dict[str, Any]:
         status, answer = self._exchange(method, path, content)
         self.moved_bytes += len(content) + len(answer)
+        if status == 200 and not read:
+            return {}
         try:
             message = wire.decode(answer)
         except BadMessage as error:
@@ -123,13 +129,16 @@ class Service:
         said = f"status {status}: {message.get('error', 'no reason given')}"
         if status in PASSING:
             raise _Passing(said)
+        missing = {
+            "service": "a `fourfold serve` is there for reference.engine = 'torch', a llama-server for 'llama_cpp'",
+            "sampling": "a vLLM server answers there that was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        }
+        whole_address = f"{self._key}.url is the whole address, such as {self.url}{wire.SCORES}"
         hints = {
             401: f"set {self._key}.token_env and that variable",
-            404: "a `fourfold serve` answers there for reference.engine = 'torch', a llama-server for 'llama_cpp'",
+            404: missing.get(self._key, whole_address),
         }
-        if self._key != "service":
-            hints[404] = f"{self._key}.url is the whole address, such as {self.url}{wire.SCORES}"
-        hint = hints.get(status, f"see docs/{'service' if self._key == 'service' else 'rewards'}.md")
+        hint = hints.get(status, f"see docs/{self._key if self._key in missing else 'rewards'}.md")
         refused = f"refused {path}".rstrip()
         raise Refused(f"the service at {self.url} {refused} with {said}; {hint}", status)
 
