@@ -103,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fourfold-worker-") as name:
         folder = Path(name)
-        (folder / "reward").mkdir()
+        for place in ("reward", "judge"):  # which the settings name before there is anything in them
+            (folder / place).mkdir()
         config = prepare(settings(args, folder))
         base = load_base(config)
         if config.reward.source == "model":

@@ -1,7 +1,7 @@
 """What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
 `python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one, or several, and keeps the rows of the
-others, each with the hardware that it was measured on. A lever whose package is not installed, or that runs on a GPU
+others, each with the hardware that it was measured on. One that fails is named and loses the others nothing. A lever whose package is not installed, or that runs on a GPU
 only, is left out. Levers come from planner/levers.py with their settings, their baselines and what they promise: an
 exact one must leave actor and critic bit for bit as they are without it. How far the others change an update is
 measured on its first, in which both sides learn from the responses that the side without the lever has drawn
@@ -128,12 +128,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.dry and (problem := conflict(earlier, _shape(args), [each.name for each in subjects])):
         parser.error(problem)
     sides = {side.name: side for each in subjects for side in (each.without, each.having)}
-    found = result(subjects, measure(args, list(sides.values())), args)
+    reports = {name: runs for name, runs in measure(args, list(sides.values()), keep_going=True).items() if runs}
+    failed = [each.name for each in subjects if each.name not in reports or each.without.name not in reports]
+    subjects = [each for each in subjects if each.name not in failed]
+    if failed:
+        print(f"not measured: {', '.join(failed)}", file=sys.stderr)
+    if not subjects:
+        return 1
+    found = result(subjects, reports, args)
     if args.dry:
         print(found.model_dump_json(indent=2))
     else:
         print(write_result(merged(earlier, found, order), instead_of=earlier).relative_to(ROOT))
-    return 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

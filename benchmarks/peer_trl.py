@@ -162,8 +162,10 @@ def command(side: Side, args: argparse.Namespace, *, interpreter: Path, model: s
     return [*program, "--model", model, "--prompts", str(prompts), "--dtype", side.dtype, *shape, *side.arguments]
 
 
-def measure(args: argparse.Namespace, sides: Sequence[Side]) -> dict[str, list[WorkerReport]]:
-    """Run every side `--rounds` times, one after the other in turn."""
+def measure(
+    args: argparse.Namespace, sides: Sequence[Side], *, keep_going: bool = False
+) -> dict[str, list[WorkerReport]]:
+    """Run every side `--rounds` times, one after the other in turn; with `keep_going` a side may end in an error."""
     from fourfold.models.loading import resolve_model
 
     interpreter = make_peer_environment() if any(side.library == "trl" for side in sides) else Path(sys.executable)
@@ -178,7 +180,12 @@ def measure(args: argparse.Namespace, sides: Sequence[Side]) -> dict[str, list[W
             for side in sides:
                 print(f"round {turn + 1} of {args.rounds}: {side.name}", file=sys.stderr, flush=True)
                 started = command(side, args, interpreter=interpreter, model=model, prompts=prompts)
-                reports[side.name].append(run_worker(started, environment=environment, folder=ROOT))
+                try:
+                    reports[side.name].append(run_worker(started, environment=environment, folder=ROOT))
+                except ValueError as error:
+                    if not keep_going:
+                        raise
+                    print(f"{side.name}: {error}", file=sys.stderr, flush=True)
     return reports
 
 
