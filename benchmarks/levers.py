@@ -1,11 +1,11 @@
 """What each declared lever saves and costs on a real model: a process with it beside one without it, in turn.
 
 `python -m benchmarks.levers` needs a quiet machine; --lever NAME measures one, or several, and keeps the rows of the
-others, each with the hardware that it was measured on. One that fails is named and loses the others nothing. A lever whose package is not installed, or that runs on a GPU
-only, is left out. Levers come from planner/levers.py with their settings, their baselines and what they promise: an
-exact one must leave actor and critic bit for bit as they are without it. How far the others change an update is
-measured on its first, in which both sides learn from the responses that the side without the lever has drawn
-(benchmarks/replay.py); later ones sample their own.
+others, each with the hardware that it was measured on. One that fails is named and loses the others nothing. A lever
+whose package is not installed, or that runs on a GPU only, is left out. Levers come from planner/levers.py with their
+settings, their baselines and what they promise: an exact one must leave actor and critic bit for bit as they are
+without it. How far the others change an update is measured on its first, in which both sides learn from the responses
+that the side without the lever has drawn (benchmarks/replay.py); later ones sample their own.
 """
 
 from __future__ import annotations
