@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
-from fourfold.config.schema import RewardSection, RunConfig
+from fourfold.config.schema import ClassifierSection, RewardSection, RunConfig
 from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
@@ -144,16 +144,19 @@ class TextWork:
 
 
 class External(nn.Module):
-    """score = sum over labels of factor x logit, in float32, of texts that `reader` has read."""
+    """score = sum over labels of factor x logit, in float32, of texts that `reader` has read.
+
+    Several readings have factors of their own for the same logits.
+    """
 
     residency: Residency | None = None
     outside_torch: Outside | None = None
 
-    def __init__(self, classifier: TorchClassifier, reader: TextReader, factors: Sequence[float]) -> None:
+    def __init__(self, classifier: TorchClassifier, reader: TextReader, *factors: Sequence[float]) -> None:
         super().__init__()
         self.classifier: Classifier = classifier
         self.reader = reader
-        self._factors = torch.tensor(factors, dtype=torch.float32)
+        self._factors = [torch.tensor(reading, dtype=torch.float32) for reading in factors]
         self._config = classifier.model.config
         looked_up = {id(m.weight) for m in classifier.modules() if isinstance(m, nn.Embedding)}
         matrices = [p for p in classifier.parameters() if p.ndim >= 2 and id(p) not in looked_up]
@@ -166,14 +169,18 @@ class External(nn.Module):
         return self.classifier.layers if isinstance(self.classifier, TorchClassifier) else []
 
     def scores(self, rows: Sequence[Row]) -> Float32[Tensor, "batch"]:
-        """One number a row."""
+        """One number a row: the first reading."""
+        return self.readings(rows)[:, 0]
+
+    def readings(self, rows: Sequence[Row]) -> Float32[Tensor, "batch readings"]:
+        """What each reading makes of the logits of one pass."""
         lengths = [len(row["input_ids"]) for row in rows]
         self._work.rows += len(rows)
         self._work.tokens += sum(lengths)
         causal = self._config.model_type in FAMILIES
         self._work.attended += causal_attended_tokens(lengths) if causal else sum(n * n for n in lengths)
         logits = self.classifier.logits(self.reader.batch(rows))
-        return logits @ self._factors.to(logits.device)
+        return torch.stack([logits @ factors.to(logits.device) for factors in self._factors], dim=1)
 
     def take_work(self) -> tuple[TextWork, float]:
         """What went through the model since the last `take_work`, and its FLOPs."""
@@ -188,8 +195,11 @@ class External(nn.Module):
         return work, flops
 
 
-def load_external(config: RunConfig, budget: Budget) -> External:
-    """`reward.model` with its tokenizer, in torch; ValueError where a weight, a label or a template is not there."""
+def load_external(config: RunConfig, budget: Budget, others: Mapping[str, ClassifierSection] | None = None) -> External:
+    """`reward.model` with its tokenizer, in torch; ValueError where a weight, a label or a template is not there.
+
+    `others` differ from `reward` in label alone, and read the same logits; they are given by the keys of their tables.
+    """
     settings = config.reward
     device, dtype = placed(config)
     model, tokenizer = _classifier(settings.model, dtype)
@@ -204,7 +214,8 @@ def load_external(config: RunConfig, budget: Budget) -> External:
     if dtype != torch.float32:
         _keep_head_in_float32(model)
     reader = _reader(model, tokenizer, settings, pad_id)
-    external = External(classifier, reader, _factors(model, settings))
+    factors = [_factors(model, each, f"{key}.label") for key, each in {"reward": settings, **(others or {})}.items()]
+    external = External(classifier, reader, *factors)
     if settings.residency == "stream" and not external.layers:
         raise ValueError(
             f"reward.residency = 'stream': {type(model).__name__} does not show its layers as one list of "
@@ -243,9 +254,9 @@ def quantize_external(external: External, kind: str) -> float:
     classifier = external.classifier
     assert isinstance(classifier, TorchClassifier)
     rows = probe(external.reader)
-    before = external.scores(rows)
+    before = external.readings(rows)
     quantize(classifier.model.base_model, kind)
-    gap, bound = relative_gap(external.scores(rows), before), QUANTIZED_BOUNDS[kind]
+    gap, bound = relative_gap(external.readings(rows), before), QUANTIZED_BOUNDS[kind]
     if not gap <= bound:
         finer = "" if kind == "int8" else " or 'int8'"
         raise ValueError(
@@ -265,7 +276,7 @@ def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     return pretrained(AutoModelForSequenceClassification, place, dtype, given=given, allowed=allowed, instead=instead)
 
 
-def _factors(model: PreTrainedModel, settings: RewardSection) -> list[float]:
+def _factors(model: PreTrainedModel, settings: ClassifierSection, key: str) -> list[float]:
     """A factor for each logit."""
     labels: Any = model.config.id2label
     count = len(labels)
@@ -275,14 +286,14 @@ def _factors(model: PreTrainedModel, settings: RewardSection) -> list[float]:
     shown = ", ".join(map(repr, names[:20]))
     if not settings.label:
         raise ValueError(
-            f"reward.label: not given, but {settings.model!r} has {count} labels; allowed: a factor for some of "
-            f"{shown}; try reward.label = {{{names[-1]} = 1.0}}"
+            f"{key}: not given, but {settings.model!r} has {count} labels; allowed: a factor for some of "
+            f"{shown}; try {key} = {{{names[-1]} = 1.0}}"
         )
     for name in settings.label:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"reward.label: given {name!r}; {hint}labels of {settings.model!r}: {shown}")
+            raise ValueError(f"{key}: given {name!r}; {hint}labels of {settings.model!r}: {shown}")
     return [settings.label.get(name, 0.0) for name in names]
 
 
@@ -356,8 +367,8 @@ def probe(reader: TextReader) -> list[Row]:
 def verify_padding(external: External, *, tolerance: float) -> float:
     """Largest difference that a batch makes to the scores of its rows, relative to the largest; ValueError beyond."""
     rows = probe(external.reader)
-    alone = torch.cat([external.scores([row]) for row in rows])
-    gap = relative_gap(external.scores(rows), alone)
+    alone = torch.cat([external.readings([row]) for row in rows])
+    gap = relative_gap(external.readings(rows), alone)
     if not gap <= tolerance:
         raise ValueError(
             f"reward.model: rows with padding are scored otherwise than alone, by {gap:.2e} of the largest score "
@@ -368,5 +379,5 @@ def verify_padding(external: External, *, tolerance: float) -> float:
 
 
 def relative_gap(scores: Tensor, truth: Tensor) -> float:
-    """max |scores - truth| / max |truth|."""
-    return float((scores - truth).abs().max() / truth.abs().max())
+    """max |scores - truth| / max |truth| over rows; of several readings the largest."""
+    return float(((scores - truth).abs().amax(dim=0) / truth.abs().amax(dim=0)).max())

@@ -93,10 +93,11 @@ def run_by_onnx(external: External, cache: Path, engine: str, budget: Budget | N
     classifier = external.classifier
     assert isinstance(classifier, TorchClassifier)
     rows = probe(external.reader)
-    truth = external.scores(rows)
+    truth = external.readings(rows)
     folder = exported(classifier, external.reader, cache, engine)
     external.classifier = OnnxClassifier(folder / FILE, checksum([classifier]), budget)
-    verify_engine(external.scores(rows), truth, engine, folder)
+    for found, expected in zip(external.readings(rows).T, truth.T, strict=True):
+        verify_engine(found, expected, engine, folder)
     external.residency = HostResidency("cpu, onnxruntime")
     external.outside_torch = Outside(
         parameters=sum(p.numel() for p in classifier.parameters()),

@@ -112,7 +112,7 @@ def architectures_of(config: RunConfig) -> tuple[dict[str, Architecture], list[s
     ValueError where one is not known, and where critic.layers are none of the run's model.
     """
     named = {"base": config.model.path, "critic": config.critic.model, "reference": config.reference.model}
-    named |= {key: given.model for key, given in config.reward.classifiers.items()}
+    named |= {key: config.reward.classifiers[key].model for key in config.reward.held_classifiers}
     found = {role: find_architecture(name) for role, name in named.items() if name}
     layers, sharing = found["base"].architecture.layers, config.sharing.mode
     own = {"none": 0, "trunk": config.trunk.branch_layers, "adapters": config.adapters.layers}[sharing]

@@ -208,6 +208,12 @@ def test_failed_scores_stop_the_run_or_are_dropped(tmp_path: Path) -> None:
     assert all(row["dropped_rows"] == row["invalid_scores"] for row in rows)
 
 
+def test_a_function_alone_has_a_time_limit(tmp_path: Path) -> None:
+    reward = {"function": "training.runs:pays_after_a_while", "timeout_seconds": 0.05, "retries": 0}
+    with pytest.raises(RunFailed, match=r"no answer within reward\.timeout_seconds = 0\.05"):
+        run(merged(settings(tmp_path, by_function("pays_for_a", steps=1)), {"reward": reward}))
+
+
 def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
     tree = merged(settings(tmp_path), by_function("pays_none_for_some"))
     with pytest.raises(RunFailed):
