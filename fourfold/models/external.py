@@ -1,4 +1,4 @@
-"""A reward model of another family: a transformers sequence classifier that reads text with a tokenizer of its own.
+"""A reward model of another family: a sequence classifier, or a judge, that reads text with a tokenizer of its own.
 
 What it saves: any published reward model serves as it is, smaller than the actor or larger, without a copy of the
 actor's layers. What it costs: decoding and tokenising every response again. What it changes: the scores, by what the
@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from jaxtyping import Float32
@@ -24,6 +24,8 @@ from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.memory.quantization import quantize
+from fourfold.models.classifier import Classifier, TorchClassifier
+from fourfold.models.judge import HEAD_TOLERANCE, is_judge, judge_of
 from fourfold.models.loading import device_of, out_of_the_file
 from fourfold.models.outside import Outside
 from fourfold.models.pretrained import pretrained
@@ -47,6 +49,9 @@ PADDING_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1
 QUANTIZED_BOUNDS = {"int8": 0.1, "int8_dynamic": 0.2, "nf4": 0.6}
 # Lengths that stand for "no limit" in tokenizers' configs are far above this.
 _NO_LIMIT = 10**6
+
+# What `reward.model` may be.
+ALLOWED = "a folder with config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
 
 Row = Mapping[str, Sequence[int]]
 
@@ -104,34 +109,6 @@ class TextReader:
             name: torch.tensor([[*row[name], *[fill] * (width - len(row[name]))] for row in rows])
             for name, fill in self.padding.items()
         }
-
-
-class Classifier(Protocol):
-    """What runs the model."""
-
-    def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
-        """What the model says of each row, before any softmax."""
-        ...
-
-
-class TorchClassifier(nn.Module):
-    """The model in torch."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The layers that run one after the other; none where the architecture does not show them."""
-        depth = getattr(self.model.config, "num_hidden_layers", None)
-        stacks = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-        return list(stacks[0]) if len(stacks) == 1 else []
-
-    @torch.no_grad()
-    def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
-        """On the device that the model is on."""
-        return self.model(**{name: ids.to(self.model.device) for name, ids in inputs.items()}).logits.float()
 
 
 @dataclass
@@ -202,7 +179,8 @@ def load_external(config: RunConfig, budget: Budget, others: Mapping[str, Classi
     """
     settings = config.reward
     device, dtype = placed(config)
-    model, tokenizer = _classifier(settings.model, dtype)
+    kind = _kind(settings.model)
+    model, tokenizer = _classifier(settings.model, dtype, kind)
     use_attention(model, config.memory.attention, device)
     model.requires_grad_(False).eval()
     cast(nn.Module, model).to(device)
@@ -210,12 +188,17 @@ def load_external(config: RunConfig, budget: Budget, others: Mapping[str, Classi
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     pad_id = _pad_id(model, tokenizer)
-    classifier = TorchClassifier(model)
-    if dtype != torch.float32:
-        _keep_head_in_float32(model)
+    tables = {"reward": settings, **(others or {})}
+    if kind == "judge":
+        labels = list(dict.fromkeys(name for each in tables.values() for name in each.label))
+        classifier = judge_of(model, tokenizer, settings, labels, HEAD_TOLERANCE[dtype])
+    else:
+        labels = [str(model.config.id2label[number]) for number in range(len(model.config.id2label))]
+        classifier = TorchClassifier(model)
+        if dtype != torch.float32:
+            _keep_head_in_float32(model)
     reader = _reader(model, tokenizer, settings, pad_id)
-    factors = [_factors(model, each, f"{key}.label") for key, each in {"reward": settings, **(others or {})}.items()]
-    external = External(classifier, reader, *factors)
+    external = External(classifier, reader, *(_factors(labels, each, f"{key}.label") for key, each in tables.items()))
     if settings.residency == "stream" and not external.layers:
         raise ValueError(
             f"reward.residency = 'stream': {type(model).__name__} does not show its layers as one list of "
@@ -266,21 +249,26 @@ def quantize_external(external: External, kind: str) -> float:
     return gap
 
 
-def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    from transformers import AutoModelForSequenceClassification
+def _place(path: str) -> str:
+    return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
 
-    place = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
-    allowed = "a folder with config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
+
+def _kind(path: str) -> Literal["classifier", "judge"]:
+    """A causal language model is a judge; everything else is tried as a sequence classifier."""
+    return "judge" if is_judge(_place(path), given=f"reward.model = {path!r}", allowed=ALLOWED) else "classifier"
+
+
+def _classifier(path: str, dtype: torch.dtype, kind: Literal["classifier", "judge"]) -> tuple[PreTrainedModel, Any]:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    loaded = AutoModelForCausalLM if kind == "judge" else AutoModelForSequenceClassification
     instead = "give a model that was trained to score or to classify texts"
-    given = f"reward.model = {path!r}"
-    return pretrained(AutoModelForSequenceClassification, place, dtype, given=given, allowed=allowed, instead=instead)
+    return pretrained(loaded, _place(path), dtype, given=f"reward.model = {path!r}", allowed=ALLOWED, instead=instead)
 
 
-def _factors(model: PreTrainedModel, settings: ClassifierSection, key: str) -> list[float]:
-    """A factor for each logit."""
-    labels: Any = model.config.id2label
-    count = len(labels)
-    names = [str(labels[number]) for number in range(count)]
+def _factors(names: Sequence[str], settings: ClassifierSection, key: str) -> list[float]:
+    """A factor for each logit, whose label is one of `names`."""
+    count = len(names)
     if not settings.label and count == 1:
         return [1.0]
     shown = ", ".join(map(repr, names[:20]))

@@ -24,7 +24,8 @@ from jaxtyping import Float32
 from torch import Tensor, nn
 
 from fourfold.memory.budget import Budget, give_back
-from fourfold.models.external import External, TextReader, TorchClassifier, probe, relative_gap
+from fourfold.models.classifier import TorchClassifier
+from fourfold.models.external import External, TextReader, probe, relative_gap
 from fourfold.models.outside import Outside
 from fourfold.models.residency import HostResidency
 from fourfold.models.roles import checksum

@@ -11,7 +11,7 @@ import torch
 from fourfold.config import ConfigError
 from fourfold.diagnostics.tables import role_rows
 from fourfold.diagnostics.trackers import read_jsonl
-from fourfold.models.external import TorchClassifier
+from fourfold.models.classifier import TorchClassifier
 from fourfold.models.roles import Scorer
 from fourfold.planner.request import architectures_of
 from fourfold.scoring.external import ExternalReward
@@ -229,6 +229,21 @@ def test_labels_of_one_model_are_read_alike_however_it_is_held(tmp_path: Path, c
     )
     expected, found = scored_parts(plain)[0], scored_parts(other)[0]
     torch.testing.assert_close(found.score_parts, expected.score_parts, rtol=0, atol=1e-5)
+
+
+def test_a_vector_critic_starts_as_the_reward_model_in_the_column_of_its_part(tmp_path: Path) -> None:
+    """Wherever the part stands in the file."""
+    tree = by_model(settings(tmp_path, by_function("pays_by_hash", steps=1)), tmp_path / "scorer")
+    parts: Tree = {"brevity": BREVITY, LIKED: {"source": "trained", "checkpoint": tree["reward"]["checkpoint"]}}
+    combined = {"source": "combined", "checkpoint": None, "parts": parts}
+    trainer = make_trainer(
+        make_config(merged(tree, {"reward": combined, "critic": {"init": "reward", "heads": "vector"}}))
+    )
+    rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
+    last = trainer.models.critic.values_and_last(activations, rollout)[1]
+    assert isinstance(trainer.models.reward, Scorer)
+    torch.testing.assert_close(last[:, 1], trainer.models.reward.scores(activations))
+    assert bool((last[:, [0, 2]] == 0).all())
 
 
 def test_parts_that_read_one_model_otherwise_have_one_each(tmp_path: Path) -> None:
