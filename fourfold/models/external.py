@@ -193,7 +193,8 @@ def load_external(config: RunConfig, budget: Budget, others: Mapping[str, Classi
         labels = list(dict.fromkeys(name for each in tables.values() for name in each.label))
         classifier = judge_of(model, tokenizer, settings, labels, HEAD_TOLERANCE[dtype])
     else:
-        labels = [str(model.config.id2label[number]) for number in range(len(model.config.id2label))]
+        named: Any = model.config.id2label
+        labels = [str(named[number]) for number in range(len(named))]
         classifier = TorchClassifier(model)
         if dtype != torch.float32:
             _keep_head_in_float32(model)

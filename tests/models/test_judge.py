@@ -14,7 +14,7 @@ from fourfold.memory.precision import DTYPES
 from fourfold.models.judge import Judge
 from models.test_external import PROMPTS, RESPONSES, external, scores
 from tiny import VOCABULARY, tiny_directory, tiny_tokenizer
-from training.runs import make_config, make_trainer, steps_of
+from training.runs import make_config, make_trainer, merged, steps_of
 from training.test_own_models import scored_by
 
 TEMPLATE = "{prompt}{response} is this good? answer:"
@@ -59,8 +59,13 @@ def test_a_judge_in_fewer_bits_says_nearly_the_same(tmp_path: Path, held: str) -
 def test_a_run_is_paid_by_a_judge(tmp_path: Path) -> None:
     """Parked, too; its own tokenizer, of another vocabulary."""
     tiny_directory(tmp_path / "judge", "gpt2", seed=4)
+    given = {"model": str(tmp_path / "judge"), **ASKED}
     kept, parked = (
-        steps_of(make_trainer(make_config(scored_by(tmp_path, model=str(tmp_path / "judge"), residency=how, **ASKED))))
+        steps_of(
+            make_trainer(
+                make_config(merged(scored_by(tmp_path, residency=how, **given), {"output": str(tmp_path / how)}))
+            )
+        )
         for how in ("keep", "park")
     )
     assert kept[0]["score_std"] > 0 and kept[0]["reward_forward_passes"] == 1.0

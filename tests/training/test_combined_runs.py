@@ -185,7 +185,9 @@ def test_what_is_wrong_with_a_classifier_of_a_part_is_told_of_that_part(tmp_path
 
 def two_labels(folder: Path, *, alike: bool = True, **of_one: Any) -> Tree:
     """Parts that read the labels of one model with three, or of two files with the same weights."""
-    places = [tiny_classifier(folder / "judge" / name, labels=("BAD", "GOOD", "MORE"), seed=3) for name in "ab"]
+    places = [
+        tiny_classifier(folder / "judge" / name, "llama", labels=("BAD", "GOOD", "MORE"), seed=3) for name in "ab"
+    ]
     one: Tree = {"source": "model", "model": str(places[0]), "label": {"GOOD": 1.0}, "weight": 0.5}
     other: Tree = {"source": "model", "model": str(places[not alike]), "label": {"BAD": -1.0, "MORE": 2.0}}
     parts = {TONE: one, "letters": PARTS["letters"], OTHER: {**other, **of_one}}
