@@ -46,9 +46,14 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def require_empty(target: Path) -> None:
-    """ValueError where a folder that is to be written is there already and holds something."""
+    """ValueError where a folder that is to be written is there already and holds something, or cannot be made."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; give another one")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{target}: {above} is a file, and no folder can be made below it; give another one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{target}: nothing can be written to {above} (no permission); give another one")
 
 
 @contextlib.contextmanager

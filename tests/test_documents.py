@@ -25,8 +25,9 @@ def blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """The lines of blocks that start this program."""
-    return [line for block in blocks(text) for line in block.splitlines() if line.startswith("fourfold ")]
+    """The lines of blocks that start this program, without variables of the environment in front of it."""
+    lines = (re.sub(r"^([A-Z_]+=\S+ )+", "", line) for block in blocks(text) for line in block.splitlines())
+    return [line for line in lines if line.startswith("fourfold ")]
 
 
 def read(name: str) -> str:
@@ -95,6 +96,12 @@ def test_documents_in_two_languages_keep_in_step(english: str, chinese: str) -> 
     links = [sorted(re.findall(r"\]\(([^)]+)\)", text.replace(".zh-CN.md", ".md"))) for text in (first, second)]
     assert set(links[0]) == set(links[1])
     assert f"]({Path(chinese).name})" in first and f"]({Path(english).name})" in second
+
+
+@pytest.mark.parametrize("page", sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
+def test_no_page_has_a_place_that_is_still_to_be_filled(page: str) -> None:
+    """A line of capitals alone, such as RESULTS, stands for text that somebody has yet to write."""
+    assert re.findall(r"^[^\w\n]*[A-Z][A-Z _]{2,}[^\w\n]*$", read(page), flags=re.MULTILINE) == []
 
 
 def test_a_command_that_does_not_exist_would_be_noticed() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.files import write_atomically, write_durably
+from fourfold.files import require_empty, write_atomically, write_durably
 
 
 def test_replaces_text_and_bytes(tmp_path: Path) -> None:
@@ -56,3 +56,15 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_empty(tmp_path / "new" / "folder")
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(ValueError, match=r"file is a file, and no folder can be made below it"):
+        require_empty(tmp_path / "file" / "a" / "b")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # the tests may run as root
+    with pytest.raises(ValueError, match=r"nothing can be written to .* \(no permission\)"):
+        require_empty(tmp_path / "new" / "folder")

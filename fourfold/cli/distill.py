@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size",
         type=float,
-        default=1 / 3,
         metavar="SHARE",
         help="as many layers as leave it at most this share of the reward model's parameters (default: a third)",
     )
@@ -46,14 +45,18 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("layers", 0), ("mlp", 0), ("epochs", 0), ("batch_size", 1), ("max_texts", 0)):
         if (given := getattr(args, name)) < least:
             raise ValueError(f"--{name.replace('_', '-')} {given}: allowed are {least} or more")
-    if not 0 < args.size <= 1:
+    if args.size is not None and args.layers:
+        raise ValueError(
+            f"--size {args.size:g} beside --layers {args.layers}, which says how many layers stay; leave one out"
+        )
+    if args.size is not None and not 0 < args.size <= 1:
         raise ValueError(f"--size {args.size:g}: allowed are shares above 0 and up to 1; try 0.33")
     if not 0 < args.learning_rate < float("inf"):
         raise ValueError(f"--learning-rate {args.learning_rate:g}: allowed are numbers above 0; try 5e-4")
     from fourfold.training.distill import Wanted, distill
 
     wanted = Wanted(
-        size=args.size,
+        size=Wanted.size if args.size is None else args.size,
         layers=args.layers,
         mlp=args.mlp,
         epochs=args.epochs,

@@ -6,6 +6,7 @@ Prompts come from --prompt (may be repeated) or from the run's held-out prompts.
 from __future__ import annotations
 
 import argparse
+import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default="",
         metavar="NAME=NUMBER,...",
-        help="weights of the reward's parts that prompts are told of, e.g. safety=0.8,brevity=0.2, for a run with "
-        "reward.weights = 'sampled' (default: their mean in the run)",
+        help="weights of the reward's parts that prompts are told of, e.g. safety=0.8, for a run with reward.weights = "
+        "'sampled'; parts that are not named share the rest of 1 in proportion to their mean weights in the run "
+        "(default: the mean weights)",
     )
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the last step")
 
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         best=args.best,
         weights=args.weights,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     Console().print(samples_table(rows, names=("reference", "actor")))
     return 0

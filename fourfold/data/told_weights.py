@@ -60,21 +60,27 @@ class ToldWeights:
         return _in_tenths(self._alphas)
 
     def parse(self, given: str) -> Tenths:
-        """Weights that somebody typed, such as 'safety=0.8,brevity=0.2'; a part that is not named has 0."""
+        """Weights that somebody typed, such as 'safety=0.8'; what is left of 1 goes to the parts that are not named.
+
+        They share it in proportion to their mean weights, in tenths, as drawn weights are.
+        """
         found: dict[str, int] = {}
         for item in given.split(","):
             name, _, number = (text.strip() for text in item.partition("="))
-            if name not in self.names or name in found:
+            if name not in self.names or name in found or not number:
                 raise ValueError(
                     f"--weights: given {item.strip()!r}; allowed: each of {', '.join(self.names)} once, as NAME=NUMBER"
                 )
             found[name] = self._tenths_of(name, number)
-        if sum(found.values()) != PARTS_OF_ONE:
+        rest, others = PARTS_OF_ONE - sum(found.values()), [name for name in self.names if name not in found]
+        if rest < 0 or (rest and not others):
             total = sum(found.values()) / PARTS_OF_ONE
-            raise ValueError(
-                f"--weights: given {given!r}, which add up to {total:g}; allowed: weights that add up to 1"
-            )
-        return tuple(found.get(name, 0) for name in self.names)
+            allowed = "weights of all parts that add up to 1" if not others else "weights that add up to at most 1"
+            raise ValueError(f"--weights: given {given!r}, which add up to {total:g}; allowed: {allowed}")
+        means = dict(zip(self.names, self._alphas, strict=True))
+        shares = _in_tenths([means[name] for name in others], rest) if others else ()
+        found |= dict(zip(others, shares, strict=True))
+        return tuple(found[name] for name in self.names)
 
     @staticmethod
     def _tenths_of(name: str, number: str) -> int:
@@ -160,13 +166,13 @@ class ToldWeights:
             yield self._by_ids[tuple(prompt[start : start + length])], columns[start : start + length]
 
 
-def _in_tenths(sizes: Sequence[float]) -> Tenths:
-    """Shares of the sum, rounded so that they add up to 1 again: those with the largest rests are rounded up."""
+def _in_tenths(sizes: Sequence[float], whole: int = PARTS_OF_ONE) -> Tenths:
+    """Shares of a `whole` in tenths, rounded so that they add up to it: those with the largest rests are rounded up."""
     total = sum(sizes)
-    shares = [PARTS_OF_ONE * size / total for size in sizes]
+    shares = [whole * size / total for size in sizes]
     tenths = [int(share) for share in shares]
     largest_rests = sorted(range(len(shares)), key=lambda k: (tenths[k] - shares[k], k))
-    for k in largest_rests[: PARTS_OF_ONE - sum(tenths)]:
+    for k in largest_rests[: whole - sum(tenths)]:
         tenths[k] += 1
     return tuple(tenths)
 

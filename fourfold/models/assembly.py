@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service, roles_of_the_base
-from fourfold.config.schema import RunConfig
+from fourfold.config.schema import ClassifierSection, RunConfig
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
@@ -59,7 +59,7 @@ class FourModels:
     trunk: Part | None = None  # the trained one; the base's is the trunk as it was at step 0
     step_0: Policy | None = None  # the actor as it was there, where the reference is another policy
     moving: MovingReference | None = None  # the rule by which the reference moves
-    # Of a combined reward, by the key of their table: text classifiers of other families.
+    # Of a combined reward, by the key of the first table that names them: text classifiers of other families.
     classifiers: dict[str, External] = field(default_factory=dict)
     new_value_head: bool = False  # whether nothing has trained the critic's head yet
 
@@ -227,26 +227,34 @@ def _step_0(config: RunConfig, base: Base, room: Room, actor: Policy) -> Policy 
     return policy
 
 
-def _external(config: RunConfig, room: Room) -> External:
+def _external(config: RunConfig, room: Room, others: Mapping[str, ClassifierSection] | None = None) -> External:
     """A reward model of another family, run by the engine of the settings."""
     with room.role("reward", weight_bytes(config.reward.model)):
-        return external_reward(config, room.budget)
+        return external_reward(config, room.budget, others)
 
 
 def _classifiers(config: RunConfig, room: Room) -> dict[str, External]:
-    """Those of a combined reward, each loaded as if it were the run's only reward model."""
+    """Those of a combined reward, each loaded as if it were the run's only reward model.
+
+    Parts that differ in label alone have one: it stands under the key of the first.
+    """
     found: dict[str, External] = {}
-    for key in config.reward.classifiers if config.reward.source == "combined" else ():
+    for key, keys in config.reward.held_classifiers.items() if config.reward.source == "combined" else ():
+        others = {other: config.reward.classifiers[other] for other in keys[1:]}
         try:
-            found[key] = _external(config.with_reward(key), room)
+            found[key] = _external(config.with_reward(key), room, others)
         except ValueError as error:
+            if any(str(error).startswith(f"{other}.") for other in others):
+                raise
             raise ValueError(f"{key}: {error}") from error
     return found
 
 
-def external_reward(config: RunConfig, budget: Budget) -> External:
-    """`reward.model`, where the settings want it."""
-    external = load_external(config, budget)
+def external_reward(
+    config: RunConfig, budget: Budget, others: Mapping[str, ClassifierSection] | None = None
+) -> External:
+    """`reward.model`, where the settings want it; `others` read its logits by labels of their own."""
+    external = load_external(config, budget, others)
     if config.reward.engine != "torch":
         run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, budget)
     elif placed(config)[0].type != budget.device.type:
@@ -326,7 +334,7 @@ def give_value_head(config: RunConfig, critic: Scorer, *, trained: bool) -> None
         head = VectorHead(hidden, len(names))
     if trained:
         assert isinstance(critic.head, ScalarHead), "a reward model has one number"
-        head.start_from(critic.head, 0)
+        head.start_from(critic.head, config.reward.trained_dimension)
     if config.critic.loss_balance == "fixed":
         counts = [config.critic.loss_weights.get(name, 1.0) for name in names]
         head.loss_weights.copy_(torch.tensor(counts))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.config.checks.critic import critic_layers
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import tensor_bytes
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.heads import ScalarHead
 from fourfold.models.loading import Base
-from fourfold.models.own_critic import load_critic, own_critic_bytes
+from fourfold.models.own_critic import check_own_critic, load_critic, own_critic_bytes
 from fourfold.models.roles import Scorer, copy_scorer, hollow_copy, scorer_on, scorer_over
 from fourfold.models.room import Room
 from fourfold.models.split import keep_lowest
@@ -31,29 +32,17 @@ class Scorers:
 
 
 def layers_above_trunk(config: RunConfig, base: Base) -> int | None:
-    """How many layers of a role's own the critic keeps under `critic.layers`; None for all of them.
-
-    ValueError where they end inside a trunk, whose activations are known above its last layer only, and where a critic
-    would be left without anything of its own to train below its head.
-    """
-    asked = config.critic.layers
-    if not asked:
-        return None
+    """How many layers of a role's own the critic keeps under `critic.layers`; None for all of them (or ValueError)."""
     below = 0 if base.trunk is None else base.trunk.num_layers
-    total = below + base.policy.branch.num_layers
-    adapted = is_adapted(base.policy.branch)
-    least = below + 1 if adapted else max(below, 1)
-    if least <= asked < total:
-        return asked - below
-    given = f"critic.layers: given {asked} of the model's {total} layers"
-    if asked >= total:
-        raise ValueError(f"{given}; allowed: {least} to {total - 1}, or 0 for all of them")
-    cut = "adapters.layers" if adapted else "trunk.branch_layers"
-    instead = f"a larger {cut}" + ("" if adapted else ", or sharing.mode = 'none'")
-    raise ValueError(
-        f"{given}, of which the lowest {below} are the shared trunk, whose activations are there above its last layer "
-        f"only; allowed: {least} to {total - 1}, or 0 for all; try {instead}"
-    )
+    return critic_layers(config, below + base.policy.branch.num_layers, below)
+
+
+def check_critic(config: RunConfig, base: Base) -> None:
+    """ValueError where the settings want a critic that cannot be made of this base; no weights are read."""
+    if config.critic.of_the_run:
+        layers_above_trunk(config, base)
+    else:
+        check_own_critic(config, base)
 
 
 def critic_bytes(config: RunConfig, base: Base) -> int | None:

@@ -1,4 +1,4 @@
-"""A reward model of another family: a transformers sequence classifier that reads text with a tokenizer of its own.
+"""A reward model of another family: a sequence classifier, or a judge, that reads text with a tokenizer of its own.
 
 What it saves: any published reward model serves as it is, smaller than the actor or larger, without a copy of the
 actor's layers. What it costs: decoding and tokenising every response again. What it changes: the scores, by what the
@@ -12,18 +12,20 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
-from fourfold.config.schema import RewardSection, RunConfig
+from fourfold.config.schema import ClassifierSection, RewardSection, RunConfig
 from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.memory.quantization import quantize
+from fourfold.models.classifier import Classifier, TorchClassifier
+from fourfold.models.judge import HEAD_TOLERANCE, is_judge, judge_of
 from fourfold.models.loading import device_of, out_of_the_file
 from fourfold.models.outside import Outside
 from fourfold.models.pretrained import pretrained
@@ -47,6 +49,9 @@ PADDING_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1
 QUANTIZED_BOUNDS = {"int8": 0.1, "int8_dynamic": 0.2, "nf4": 0.6}
 # Lengths that stand for "no limit" in tokenizers' configs are far above this.
 _NO_LIMIT = 10**6
+
+# What `reward.model` may be.
+ALLOWED = "a folder with config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
 
 Row = Mapping[str, Sequence[int]]
 
@@ -106,34 +111,6 @@ class TextReader:
         }
 
 
-class Classifier(Protocol):
-    """What runs the model."""
-
-    def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
-        """What the model says of each row, before any softmax."""
-        ...
-
-
-class TorchClassifier(nn.Module):
-    """The model in torch."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The layers that run one after the other; none where the architecture does not show them."""
-        depth = getattr(self.model.config, "num_hidden_layers", None)
-        stacks = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-        return list(stacks[0]) if len(stacks) == 1 else []
-
-    @torch.no_grad()
-    def logits(self, inputs: Mapping[str, Tensor]) -> Float32[Tensor, "batch labels"]:
-        """On the device that the model is on."""
-        return self.model(**{name: ids.to(self.model.device) for name, ids in inputs.items()}).logits.float()
-
-
 @dataclass
 class TextWork:
     """Rows and tokens that went through the model, in its own tokens, and keys attended to."""
@@ -144,16 +121,19 @@ class TextWork:
 
 
 class External(nn.Module):
-    """score = sum over labels of factor x logit, in float32, of texts that `reader` has read."""
+    """score = sum over labels of factor x logit, in float32, of texts that `reader` has read.
+
+    Several readings have factors of their own for the same logits.
+    """
 
     residency: Residency | None = None
     outside_torch: Outside | None = None
 
-    def __init__(self, classifier: TorchClassifier, reader: TextReader, factors: Sequence[float]) -> None:
+    def __init__(self, classifier: TorchClassifier, reader: TextReader, *factors: Sequence[float]) -> None:
         super().__init__()
         self.classifier: Classifier = classifier
         self.reader = reader
-        self._factors = torch.tensor(factors, dtype=torch.float32)
+        self._factors = [torch.tensor(reading, dtype=torch.float32) for reading in factors]
         self._config = classifier.model.config
         looked_up = {id(m.weight) for m in classifier.modules() if isinstance(m, nn.Embedding)}
         matrices = [p for p in classifier.parameters() if p.ndim >= 2 and id(p) not in looked_up]
@@ -166,14 +146,18 @@ class External(nn.Module):
         return self.classifier.layers if isinstance(self.classifier, TorchClassifier) else []
 
     def scores(self, rows: Sequence[Row]) -> Float32[Tensor, "batch"]:
-        """One number a row."""
+        """One number a row: the first reading."""
+        return self.readings(rows)[:, 0]
+
+    def readings(self, rows: Sequence[Row]) -> Float32[Tensor, "batch readings"]:
+        """What each reading makes of the logits of one pass."""
         lengths = [len(row["input_ids"]) for row in rows]
         self._work.rows += len(rows)
         self._work.tokens += sum(lengths)
         causal = self._config.model_type in FAMILIES
         self._work.attended += causal_attended_tokens(lengths) if causal else sum(n * n for n in lengths)
         logits = self.classifier.logits(self.reader.batch(rows))
-        return logits @ self._factors.to(logits.device)
+        return torch.stack([logits @ factors.to(logits.device) for factors in self._factors], dim=1)
 
     def take_work(self) -> tuple[TextWork, float]:
         """What went through the model since the last `take_work`, and its FLOPs."""
@@ -188,11 +172,15 @@ class External(nn.Module):
         return work, flops
 
 
-def load_external(config: RunConfig, budget: Budget) -> External:
-    """`reward.model` with its tokenizer, in torch; ValueError where a weight, a label or a template is not there."""
+def load_external(config: RunConfig, budget: Budget, others: Mapping[str, ClassifierSection] | None = None) -> External:
+    """`reward.model` with its tokenizer, in torch; ValueError where a weight, a label or a template is not there.
+
+    `others` differ from `reward` in label alone, and read the same logits; they are given by the keys of their tables.
+    """
     settings = config.reward
     device, dtype = placed(config)
-    model, tokenizer = _classifier(settings.model, dtype)
+    kind = _kind(settings.model)
+    model, tokenizer = _classifier(settings.model, dtype, kind)
     use_attention(model, config.memory.attention, device)
     model.requires_grad_(False).eval()
     cast(nn.Module, model).to(device)
@@ -200,11 +188,18 @@ def load_external(config: RunConfig, budget: Budget) -> External:
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     pad_id = _pad_id(model, tokenizer)
-    classifier = TorchClassifier(model)
-    if dtype != torch.float32:
-        _keep_head_in_float32(model)
+    tables = {"reward": settings, **(others or {})}
+    if kind == "judge":
+        labels = list(dict.fromkeys(name for each in tables.values() for name in each.label))
+        classifier = judge_of(model, tokenizer, settings, labels, HEAD_TOLERANCE[dtype])
+    else:
+        named: Any = model.config.id2label
+        labels = [str(named[number]) for number in range(len(named))]
+        classifier = TorchClassifier(model)
+        if dtype != torch.float32:
+            _keep_head_in_float32(model)
     reader = _reader(model, tokenizer, settings, pad_id)
-    external = External(classifier, reader, _factors(model, settings))
+    external = External(classifier, reader, *(_factors(labels, each, f"{key}.label") for key, each in tables.items()))
     if settings.residency == "stream" and not external.layers:
         raise ValueError(
             f"reward.residency = 'stream': {type(model).__name__} does not show its layers as one list of "
@@ -243,9 +238,9 @@ def quantize_external(external: External, kind: str) -> float:
     classifier = external.classifier
     assert isinstance(classifier, TorchClassifier)
     rows = probe(external.reader)
-    before = external.scores(rows)
+    before = external.readings(rows)
     quantize(classifier.model.base_model, kind)
-    gap, bound = relative_gap(external.scores(rows), before), QUANTIZED_BOUNDS[kind]
+    gap, bound = relative_gap(external.readings(rows), before), QUANTIZED_BOUNDS[kind]
     if not gap <= bound:
         finer = "" if kind == "int8" else " or 'int8'"
         raise ValueError(
@@ -255,34 +250,39 @@ def quantize_external(external: External, kind: str) -> float:
     return gap
 
 
-def _classifier(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    from transformers import AutoModelForSequenceClassification
+def _place(path: str) -> str:
+    return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
 
-    place = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
-    allowed = "a folder with config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
+
+def _kind(path: str) -> Literal["classifier", "judge"]:
+    """A causal language model is a judge; everything else is tried as a sequence classifier."""
+    return "judge" if is_judge(_place(path), given=f"reward.model = {path!r}", allowed=ALLOWED) else "classifier"
+
+
+def _classifier(path: str, dtype: torch.dtype, kind: Literal["classifier", "judge"]) -> tuple[PreTrainedModel, Any]:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    loaded = AutoModelForCausalLM if kind == "judge" else AutoModelForSequenceClassification
     instead = "give a model that was trained to score or to classify texts"
-    given = f"reward.model = {path!r}"
-    return pretrained(AutoModelForSequenceClassification, place, dtype, given=given, allowed=allowed, instead=instead)
+    return pretrained(loaded, _place(path), dtype, given=f"reward.model = {path!r}", allowed=ALLOWED, instead=instead)
 
 
-def _factors(model: PreTrainedModel, settings: RewardSection) -> list[float]:
-    """A factor for each logit."""
-    labels: Any = model.config.id2label
-    count = len(labels)
-    names = [str(labels[number]) for number in range(count)]
+def _factors(names: Sequence[str], settings: ClassifierSection, key: str) -> list[float]:
+    """A factor for each logit, whose label is one of `names`."""
+    count = len(names)
     if not settings.label and count == 1:
         return [1.0]
     shown = ", ".join(map(repr, names[:20]))
     if not settings.label:
         raise ValueError(
-            f"reward.label: not given, but {settings.model!r} has {count} labels; allowed: a factor for some of "
-            f"{shown}; try reward.label = {{{names[-1]} = 1.0}}"
+            f"{key}: not given, but {settings.model!r} has {count} labels; allowed: a factor for some of "
+            f"{shown}; try {key} = {{{names[-1]} = 1.0}}"
         )
     for name in settings.label:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"reward.label: given {name!r}; {hint}labels of {settings.model!r}: {shown}")
+            raise ValueError(f"{key}: given {name!r}; {hint}labels of {settings.model!r}: {shown}")
     return [settings.label.get(name, 0.0) for name in names]
 
 
@@ -356,8 +356,8 @@ def probe(reader: TextReader) -> list[Row]:
 def verify_padding(external: External, *, tolerance: float) -> float:
     """Largest difference that a batch makes to the scores of its rows, relative to the largest; ValueError beyond."""
     rows = probe(external.reader)
-    alone = torch.cat([external.scores([row]) for row in rows])
-    gap = relative_gap(external.scores(rows), alone)
+    alone = torch.cat([external.readings([row]) for row in rows])
+    gap = relative_gap(external.readings(rows), alone)
     if not gap <= tolerance:
         raise ValueError(
             f"reward.model: rows with padding are scored otherwise than alone, by {gap:.2e} of the largest score "
@@ -368,5 +368,5 @@ def verify_padding(external: External, *, tolerance: float) -> float:
 
 
 def relative_gap(scores: Tensor, truth: Tensor) -> float:
-    """max |scores - truth| / max |truth|."""
-    return float((scores - truth).abs().max() / truth.abs().max())
+    """max |scores - truth| / max |truth| over rows; of several readings the largest."""
+    return float(((scores - truth).abs().amax(dim=0) / truth.abs().amax(dim=0)).max())

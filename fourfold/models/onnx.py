@@ -24,7 +24,8 @@ from jaxtyping import Float32
 from torch import Tensor, nn
 
 from fourfold.memory.budget import Budget, give_back
-from fourfold.models.external import External, TextReader, TorchClassifier, probe, relative_gap
+from fourfold.models.classifier import TorchClassifier
+from fourfold.models.external import External, TextReader, probe, relative_gap
 from fourfold.models.outside import Outside
 from fourfold.models.residency import HostResidency
 from fourfold.models.roles import checksum
@@ -93,10 +94,11 @@ def run_by_onnx(external: External, cache: Path, engine: str, budget: Budget | N
     classifier = external.classifier
     assert isinstance(classifier, TorchClassifier)
     rows = probe(external.reader)
-    truth = external.scores(rows)
+    truth = external.readings(rows)
     folder = exported(classifier, external.reader, cache, engine)
     external.classifier = OnnxClassifier(folder / FILE, checksum([classifier]), budget)
-    verify_engine(external.scores(rows), truth, engine, folder)
+    for found, expected in zip(external.readings(rows).T, truth.T, strict=True):
+        verify_engine(found, expected, engine, folder)
     external.residency = HostResidency("cpu, onnxruntime")
     external.outside_torch = Outside(
         parameters=sum(p.numel() for p in classifier.parameters()),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
@@ -72,6 +71,13 @@ def load_critic(config: RunConfig, base: Base) -> tuple[OwnCritic, bool]:
     return critic, new
 
 
+def check_own_critic(config: RunConfig, base: Base) -> None:
+    """ValueError where `critic.model` is none for this base. Its weights are not read."""
+    model, tokenizer = without_weights(_kind(config), _place(config), given=_given(config), allowed=ALLOWED)
+    _require_same_tokens(config, base, model, tokenizer)
+    _require_one_label(config, model)
+
+
 def own_critic_bytes(config: RunConfig) -> int:
     """Float32 bytes of `critic.model` without a language head. Its weights are not read."""
     model, _ = without_weights(_kind(config), _place(config), given=_given(config), allowed=ALLOWED)
@@ -96,20 +102,24 @@ def _kind(config: RunConfig) -> Any:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
+def _require_one_label(config: RunConfig, model: PreTrainedModel) -> None:
+    score: Any = getattr(model, "score", None)
+    if score is not None and len(score.weight) != 1:
+        raise ValueError(
+            f"{_given(config)}: a sequence classifier with {len(score.weight)} labels; allowed: one with a single "
+            "label, whose logit is the value, or a causal language model"
+        )
+
+
 @torch.no_grad()
 def _head(config: RunConfig, model: PreTrainedModel) -> tuple[ScalarHead, bool]:
     """The classifier's own head, or a new one."""
     head = ScalarHead(model.config.hidden_size)
+    _require_one_label(config, model)
     score: Any = getattr(model, "score", None)
     if score is None:
         return head, True
-    weight: Tensor = score.weight
-    if len(weight) != 1:
-        raise ValueError(
-            f"{_given(config)}: a sequence classifier with {len(weight)} labels; allowed: one with a single label, "
-            "whose logit is the value, or a causal language model"
-        )
-    head.linear.weight.copy_(weight)
+    head.linear.weight.copy_(score.weight)
     head.linear.bias.fill_(getattr(model.config, VALUE_SHIFT, 0.0))
     if getattr(score, "bias", None) is not None:
         head.linear.bias.add_(score.bias)

@@ -70,6 +70,24 @@ def most_influential(influence: Sequence[float], count: int) -> list[int]:
     return sorted(ranked[:count])
 
 
+def require_pruned(layers: int, width: int, parts: Sequence[nn.Module], config: Any) -> None:
+    """ValueError where so many layers, or neurons of every MLP, cannot be kept of these `parts`; 0 is not asked for.
+
+    `parts` are a model's decoder layers, `config` is the library's. Nothing is read or changed.
+    """
+    if layers > len(parts):
+        raise ValueError(f"--layers {layers}: the model has {len(parts)} layers; allowed: 1 to {len(parts)}")
+    if width:
+        for layer in parts:
+            _gated_mlp(layer, config)
+        if width > config.intermediate_size:
+            raise ValueError(_too_wide(width, config.intermediate_size))
+
+
+def _too_wide(width: int, whole: int) -> str:
+    return f"--mlp {width}: the model's MLPs have {whole} neurons; allowed: 1 to {whole}"
+
+
 def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
     """Leave a model these of its layers, in this order; its config says how many there are."""
     layout = layout_of(model)
@@ -89,10 +107,10 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
 @torch.no_grad()
 def narrow_mlps(model: PreTrainedModel, width: int, texts: Texts) -> None:
     """Leave every layer's MLP its `width` neurons that add most to the stream; ValueError where it has no such MLP."""
-    mlps = [_gated_mlp(layer, model) for layer in decoder_layers(model)]
+    mlps = [_gated_mlp(layer, model.config) for layer in decoder_layers(model)]
     whole = mlps[0].down_proj.weight.shape[1]
     if not 1 <= width <= whole:
-        raise ValueError(f"--mlp {width}: the model's MLPs have {whole} neurons; allowed: 1 to {whole}")
+        raise ValueError(_too_wide(width, whole))
     sizes = [torch.zeros(whole, dtype=torch.float64) for _ in mlps]
 
     def watch(index: int) -> Callable[..., None]:
@@ -118,11 +136,11 @@ def narrow_mlps(model: PreTrainedModel, width: int, texts: Texts) -> None:
         config.intermediate_size = width
 
 
-def _gated_mlp(layer: nn.Module, model: PreTrainedModel) -> Any:
+def _gated_mlp(layer: nn.Module, config: Any) -> Any:
     mlp = getattr(layer, "mlp", None)
-    if mlp is None or not all(isinstance(getattr(mlp, name, None), nn.Linear) for name in GATED):
+    if mlp is None or not all(isinstance(getattr(mlp, name, None), nn.Module) for name in GATED):
         raise ValueError(
-            f"--mlp: the MLPs of {model.config.model_type!r} are not of the kind with {', '.join(GATED)}, which is the "
+            f"--mlp: the MLPs of {config.model_type!r} are not of the kind with {', '.join(GATED)}, which is the "
             "one that can be narrowed; leave --mlp out, and drop layers only"
         )
     return mlp

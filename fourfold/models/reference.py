@@ -17,6 +17,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from fourfold.batch import Rollout
+from fourfold.config.checks import reference_at_llama_cpp
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
@@ -87,6 +88,12 @@ def reference_form(config: RunConfig, base: Base) -> Policy:
     model, tokenizer = shape_of_causal_lm(config.reference.model, Path(config.model.cache), "reference.model")
     _require_comparable(config, base, model, tokenizer)
     return form_of(model, _compute(config, base.budget.device))
+
+
+def check_reference(config: RunConfig, base: Base) -> None:
+    """ValueError where KL to `reference.model` is not defined. Its weights are not read."""
+    if config.reference.model and not reference_at_llama_cpp(config):
+        reference_form(config, base)
 
 
 def form_of(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> Policy:

@@ -76,8 +76,8 @@ class Scene:
 
     @property
     def classifiers(self) -> dict[str, Architecture]:
-        """Reward models of other families whose architecture is known, by the key of the table that names them."""
-        return {key: self.models[key] for key in self.config.reward.classifiers if key in self.models}
+        """Reward models of other families whose architecture is known, by the first table that names each."""
+        return {key: self.models[key] for key in self.config.reward.held_classifiers if key in self.models}
 
     @property
     def compute(self) -> Literal["float32", "bfloat16", "float16"]:

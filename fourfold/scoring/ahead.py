@@ -18,8 +18,8 @@ import torch
 from fourfold.batch import Rollout
 from fourfold.memory.budget import BatchSize
 from fourfold.models.roles import Activations, Policy
-from fourfold.scoring.combined import Reward, parts_of, told_by
-from fourfold.scoring.opinions import Opinions, ask, of_reference, of_reward
+from fourfold.scoring.combined import Reward, asked_once, parts_of, told_by
+from fourfold.scoring.opinions import OfParts, Opinions, ask, of_reference, of_reward
 
 
 class Ahead:
@@ -27,7 +27,8 @@ class Ahead:
 
     def __init__(self, reference: Policy, reward: Reward, temperature: float, size: BatchSize) -> None:
         self._reference = (reference, of_reference(reference, temperature, size))
-        self._rewards = [(part.source, of_reward(part.source, size, told_by(reward))) for part in parts_of(reward)]
+        told, self._parts = told_by(reward), len(parts_of(reward))
+        self._rewards = [(each, of_reward(each, size, told), columns) for each, columns in asked_once(reward)]
         self._size = size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._coming: list[tuple[Sequence[int], Future[Opinions]]] = []
@@ -51,10 +52,10 @@ class Ahead:
     def _score(self, rollout: Rollout, activations: Activations, ready: Any) -> Opinions:
         started = time.perf_counter()
         with self._beside_sampling(ready):
-            found = Opinions.empty(rollout, len(self._rewards))
-            into = [found, *(found.part(index) for index in range(len(self._rewards)))]
-            for (role, asked), opinions in zip([self._reference, *self._rewards], into, strict=True):
-                ask(opinions, rollout, activations, role, asked, self._size)
+            found = Opinions.empty(rollout, self._parts)
+            ask(found, rollout, activations, *self._reference, self._size)
+            for role, asked, columns in self._rewards:
+                ask(OfParts(found, columns), rollout, activations, role, asked, self._size)
         self._worked += time.perf_counter() - started
         return found
 

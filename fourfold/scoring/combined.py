@@ -57,6 +57,14 @@ def parts_of(reward: Reward) -> tuple[RewardPart, ...]:
     return reward.parts if isinstance(reward, Combined) else (RewardPart("score", 1.0, reward, "drop"),)
 
 
+def asked_once(reward: Reward) -> list[tuple[RewardSource, list[int]]]:
+    """The sources, and the parts that each of them says a score of: several, where they read one model's logits."""
+    columns: dict[int, tuple[RewardSource, list[int]]] = {}
+    for index, part in enumerate(parts_of(reward)):
+        columns.setdefault(id(part.source), (part.source, []))[1].append(index)
+    return list(columns.values())
+
+
 def told_by(reward: Reward) -> ToldWeights | None:
     """What prompts are told of weights; None where the reward's are fixed."""
     return reward.told if isinstance(reward, Combined) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.offload import Residency, residency_of
-from fourfold.models.external import External
+from fourfold.models.external import External, Row
 from fourfold.models.roles import Activations
 from fourfold.scoring.sources import texts_of
 
@@ -43,18 +43,26 @@ class ExternalReward:
         return residency_of(self.external)
 
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """The model's numbers; one that is not finite stops the run, as it would come again and again."""
-        scores = self.of_texts(*texts_of(rollout, self._actor_tokenizer)).to(rollout.sequences.device)
+        """The model's numbers, a column for each of several readings; one that is not finite stops the run.
+
+        It would come again and again.
+        """
+        rows = self._rows(*texts_of(rollout, self._actor_tokenizer))
+        scores = self.external.readings(rows).to(rollout.sequences.device)
         valid = torch.isfinite(scores)
         if not bool(valid.all()):
+            bad = int((~valid).any(dim=1).sum())
             raise RunFailed(
-                f"score: the reward model's scores of {int((~valid).sum())} of {len(valid)} responses are not finite; "
+                f"score: the reward model's scores of {bad} of {len(valid)} responses are not finite; "
                 "the last good checkpoint is kept; its weights are damaged, or precision.reward is too narrow for them"
             )
-        return scores, valid
+        return (scores, valid) if scores.shape[1] > 1 else (scores[:, 0], valid[:, 0])
 
     def of_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
         """One number a row, finite or not."""
+        return self.external.scores(self._rows(prompts, responses))
+
+    def _rows(self, prompts: Sequence[str], responses: Sequence[str]) -> list[Row]:
         rows, cut = self.external.reader.rows(prompts, responses)
         self._tell(cut, len(rows))
         if empty := sum(not row["input_ids"] for row in rows):
@@ -62,7 +70,7 @@ class ExternalReward:
                 f"score: {empty} of {len(rows)} responses have no token for the reward model; give a reward.template "
                 "that writes something around them"
             )
-        return self.external.scores(rows)
+        return rows
 
     def _tell(self, cut: int, rows: int) -> None:
         if cut and not self._told:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ Asked = Callable[[Activations, Rollout], dict[str, Tensor]]
 class Opinions:
     """What the models say of a whole rollout, filled in as its micro-batches are done; 0 where a response has ended.
 
-    `scores` and `valid` have a column for each part of the reward; `part` is a view with that of one.
+    `scores` and `valid` have a column for each part of the reward.
     """
 
     ref_log_probs: Tensor
@@ -46,10 +46,6 @@ class Opinions:
         valid = torch.zeros_like(scores, dtype=torch.bool)
         every, last = tokens.new_zeros(*tokens.shape, *values), tokens.new_zeros(len(tokens), *values)
         return cls(tokens, tokens.clone(), every, last, scores, valid)
-
-    def part(self, index: int) -> Opinions:
-        """The same opinions, of which `scores` and `valid` are the column of one part of the reward."""
-        return replace(self, scores=self.scores[:, index], valid=self.valid[:, index])
 
     def require_finite(self) -> None:
         """RunFailed where a model's number is none, or a score that is called valid."""
@@ -74,12 +70,29 @@ class Opinions:
                 target[rows] = opinion.to(target.device)
 
 
+@dataclass(frozen=True)
+class OfParts:
+    """The columns of some parts of the reward, into which the scores of one source go."""
+
+    opinions: Opinions
+    columns: Sequence[int]
+
+    def put(self, rows: Tensor, scores: Tensor, valid: Tensor) -> None:
+        """Write what the source says of these rows, a column for each part; one part needs none."""
+        for target, said in ((self.opinions.scores, scores), (self.opinions.valid, valid)):
+            by_part = said.reshape(len(said), len(self.columns)).to(target.device)
+            for place, column in enumerate(self.columns):
+                target[rows, column] = by_part[:, place]
+
+
 def shortest_first(rollout: Rollout) -> Tensor:
     """The order in which every role goes through the rows."""
     return by_length(rollout, torch.arange(len(rollout.sequences), device=rollout.sequences.device))
 
 
-def ask(found: Opinions, rollout: Rollout, activations: Activations, role: Any, asked: Asked, size: BatchSize) -> None:
+def ask(
+    found: Opinions | OfParts, rollout: Rollout, activations: Activations, role: Any, asked: Asked, size: BatchSize
+) -> None:
     """Let a role go through a rollout, the shortest rows first; what it reads goes where it computes.
 
     A source that reads texts at once is given all rows, and no activations of them.

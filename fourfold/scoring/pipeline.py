@@ -15,8 +15,8 @@ from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.memory.offload import is_elsewhere
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.ahead import Ahead
-from fourfold.scoring.combined import Reward, combined, parts_of, told_by, weights_of
-from fourfold.scoring.opinions import Asked, Opinions, ask, of_reference, of_reward, shortest_first
+from fourfold.scoring.combined import Reward, asked_once, combined, parts_of, told_by, weights_of
+from fourfold.scoring.opinions import Asked, OfParts, Opinions, ask, of_reference, of_reward, shortest_first
 from fourfold.scoring.service.roles import sent_ahead
 
 # The rollout and, for each row, whether its score is valid (bool [batch]).
@@ -59,11 +59,12 @@ def score(
         with size.working("critic"):
             return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
 
-    roles: list[tuple[Any, Asked, Opinions]] = [(critic, of_critic, found)]
+    roles: list[tuple[Any, Asked, Opinions | OfParts]] = [(critic, of_critic, found)]
     if ahead is None:
         first = (reference, with_exact_kl if exact else asked_reference, found)
         told = told_by(reward)
-        last = [(part.source, of_reward(part.source, size, told), found.part(i)) for i, part in enumerate(parts)]
+        sources = asked_once(reward)
+        last = [(each, of_reward(each, size, told), OfParts(found, columns)) for each, columns in sources]
         roles = sorted([first, *roles, *last], key=lambda each: is_elsewhere(each[0]))
     with sent_ahead([role for role, _, _ in roles], rollout, shortest_first(rollout), size, temperature):
         for role, asked, into in roles:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,6 +136,8 @@ def distill(target: str, out: str, wanted: Wanted, overrides: Sequence[str], say
             "what can be made smaller; train one (reward.source = 'train'), or give critic.model a small model"
         )
     base = load_base(config)
+    layers = [layer for part in (base.trunk, base.policy.branch) if part is not None for layer in part.layers]
+    pruning.require_pruned(wanted.layers, wanted.mlp, layers, base.config)
     lessons = _lessons(config, base, wanted, say)
     teacher = base.new_scorer()
     load_role(stored, teacher, record_for(config, "scorer"))
@@ -263,14 +264,16 @@ def _learn(
 
     def loss_sum(some: Sequence[Text]) -> Tensor:
         found = values_at(student, *_padded(some, base))
-        return 0.5 * sum((value - truth[text]).square().sum() for value, text in zip(found, some, strict=True))  # type: ignore[return-value]
+        errors = [(value - truth[text]).square().sum() for value, text in zip(found, some, strict=True)]
+        loss = 0.5 * torch.stack(errors).sum()
+        if not bool(torch.isfinite(loss)):
+            raise RunFailed(f"distill: the loss is {float(loss)}; nothing was written; try a lower --learning-rate")
+        return loss
 
     with stage_progress("distill", len(batches), unit="steps") as progress:
         for batch in batches:
             tokens = sum(len(text) for text in batch)
             loss = learn_from(batch, loss_sum, tokens, optimizer, size)
-            if not math.isfinite(loss):
-                raise RunFailed(f"distill: the loss is {loss}; nothing was written; try a lower --learning-rate")
             progress.advance(1, note=f"squared error {2 * loss:.4f}")
     return len(batches)
 

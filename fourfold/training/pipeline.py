@@ -23,7 +23,9 @@ from fourfold.diagnostics.run_state import noted_state
 from fourfold.memory.meter import PhaseMeter
 from fourfold.memory.precision import resolve_compute
 from fourfold.models.assembly import record_for
+from fourfold.models.critics import check_critic
 from fourfold.models.loading import Base, device_of, load_base
+from fourfold.models.reference import check_reference
 from fourfold.models.storage import stored_tensors
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
@@ -160,6 +162,9 @@ def _carry_out(
     meter = PhaseMeter(device_of(config), count_tensors=config.memory.count_tensors)
     with meter.phase("load"):
         base = load_base(config)
+    if "ppo" in todo:  # before hours of other stages, and before the folder is bound to these settings
+        check_critic(config, base)
+        check_reference(config, base)
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
     with noted_state(folder.root, todo):

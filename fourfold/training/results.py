@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -67,11 +67,12 @@ def sample_beside_reference(
     seed: int,
     best: bool,
     weights: str = "",
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[str, str, str]]:
     """(prompt, reference's response, actor's response) for each prompt, drawn with the same random numbers.
 
-    `weights`, such as 'safety=0.8,brevity=0.2', are told in front of every prompt, as in a run that sampled them;
-    without them such a run's prompts are told of the mean weights.
+    `weights`, such as 'safety=0.8', are told in front of every prompt, as in a run that sampled them; without them such
+    a run's prompts are told of the mean weights. Which weights those are in full is said.
     """
     folder = RunFolder(Path(run).expanduser())
     config = saved_config(folder.root)
@@ -82,7 +83,7 @@ def sample_beside_reference(
         temperature=temperature or config.sampling.temperature,
         stop_strings=config.sampling.stop_strings,
     )
-    tokens = _with_weights(config, base, tokens, weights)
+    tokens = _with_weights(config, base, tokens, weights, say)
     _require_positions(base, tokens, settings.max_new_tokens)
     actor, reference = load_actor(config, base, folder, best=best), load_reference(config, base, folder)
     batch = PromptBatch(tokens, range(len(tokens)), [row_seed("sample", seed, row) for row in range(len(tokens))])
@@ -102,7 +103,7 @@ def _typed(config: RunConfig, base: Base, prompts: Sequence[str], *, chat: bool)
 
 
 def _with_weights(
-    config: RunConfig, base: Base, tokens: Sequence[Sequence[int]], weights: str
+    config: RunConfig, base: Base, tokens: Sequence[Sequence[int]], weights: str, say: Callable[[str], None]
 ) -> Sequence[Sequence[int]]:
     told = ToldWeights.of(config, base.tokenizer)
     if told is None:
@@ -113,6 +114,7 @@ def _with_weights(
             )
         return tokens
     tenths = told.parse(weights) if weights else told.mean
+    say(f"prompts begin with {told.text(tenths).strip()}")
     return [told.tell(prompt, tenths) for prompt in tokens]
 
 

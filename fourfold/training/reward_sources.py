@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fourfold.config.schema import PartSection, RunConfig
@@ -22,13 +23,20 @@ def reward_source(config: RunConfig, models: FourModels) -> Reward:
     """The reward model, of this family or another, the function that the settings name, or the sum of their parts."""
     given, tokenizer = config.reward, models.base.tokenizer
     if given.source == "combined":
+        readers = {key: ExternalReward(external, tokenizer) for key, external in models.classifiers.items()}
         parts = tuple(
-            RewardPart(name, each.weight, _part(name, each, config, models), each.on_failure)
+            RewardPart(name, each.weight, _part(name, each, config, models, readers), each.on_failure)
             for name, each in given.parts.items()
         )
         return Combined(parts, ToldWeights.of(config, tokenizer))
     if given.source == "function":
-        return FunctionReward.named(given.function, tokenizer, retries=given.retries, on_failure=given.on_failure)
+        return FunctionReward.named(
+            given.function,
+            tokenizer,
+            retries=given.retries,
+            on_failure=given.on_failure,
+            timeout_seconds=given.timeout_seconds,
+        )
     if given.source == "model" and given.residency == "service":
         models.reward, reward = reader_at_service(config, models.base)
         return reward
@@ -45,12 +53,14 @@ def _own_model(config: RunConfig, models: FourModels) -> RewardSource:
     return ModelReward(models.reward)
 
 
-def _part(name: str, part: PartSection, config: RunConfig, models: FourModels) -> RewardSource:
+def _part(
+    name: str, part: PartSection, config: RunConfig, models: FourModels, readers: Mapping[str, ExternalReward]
+) -> RewardSource:
     key, tokenizer = f"reward.parts.{name}", models.base.tokenizer
     if part.source == "trained":
         return _own_model(config, models)
     if part.source == "model":
-        return ExternalReward(models.classifiers[key], tokenizer)
+        return readers[config.reward.holder_of(key)]
     given: dict[str, Any] = {"retries": 0, "on_failure": part.on_failure, "key": key}
     if part.source == "rules":
         return FunctionReward(RuleSet(part.rules), tokenizer, **given)

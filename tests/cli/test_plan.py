@@ -58,6 +58,12 @@ def report(*arguments: str, code: int = 0) -> dict[str, Any]:
     return json.loads(plan(*arguments, "--json", code=code))
 
 
+def test_a_critic_of_layers_that_the_model_has_not_is_no_plan() -> None:
+    said = plan(*MODEL, "--set", "critic.layers=99", code=2)
+    assert "critic.layers: given 99 of the model's 30 layers; allowed: " in said
+    assert report(*MODEL, "--set", "critic.layers=29")["plans"]
+
+
 def test_the_terminal_shows_where_the_bytes_are_and_what_a_step_costs() -> None:
     text = plan(*MODEL, "--set", 'sharing.mode="none"', "--budget", "6GiB")
     lines = text.splitlines()

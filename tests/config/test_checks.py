@@ -293,6 +293,12 @@ def test_a_huge_batch_is_refused_at_once() -> None:
     assert "try 2" in found(f"sft.batch_size={2 * (10**9 + 7)}", "sft.micro_batch_size=3")[0]
 
 
+def test_a_rollout_too_small_for_a_mini_batch_is_one_problem() -> None:
+    """Turns over a trunk, which are off, are not counted in it."""
+    [problem] = found("curriculum.steps=3", "curriculum.start_rollout_batch_size=3")
+    assert problem.startswith("curriculum.start_rollout_batch_size: given 3; allowed: a multiple of 32")
+
+
 def test_a_default_written_down_is_given() -> None:
     tree = tomllib.loads(BASE)
     apply_override(tree, "ppo.steps=30")

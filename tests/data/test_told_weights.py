@@ -90,8 +90,14 @@ def test_typed_weights() -> None:
     told = ToldWeights(None, THREE)
     assert told.parse("safety=0.8,brevity=0.2") == (8, 2, 0)
     assert told.parse(" calm = 1 ") == (0, 0, 10)
+    # The parts that are not named share the rest as 2 : 1 and 1 : 1; of equal rests the first has the tenth.
+    assert told.parse("calm=0.1") == (6, 3, 1)
+    assert told.parse("safety=0.8") == (8, 1, 1) and told.parse("safety=0.3") == (3, 4, 3)
+    assert ToldWeights(None, EQUAL).parse("safety=0.8") == (8, 2)
     for wrong, reason in (
-        ("safety=0.8", "add up to 0.8"),
+        ("safety=0.8,brevity=0.1,calm=0", "add up to 0.9; allowed: weights of all parts that add up to 1"),
+        ("safety=0.8,brevity=0.3", "add up to 1.1; allowed: weights that add up to at most 1"),
+        ("safety", "given 'safety'; allowed: .* as NAME=NUMBER"),
         ("safety=0.85,brevity=0.15", r"safety=0\.85; allowed: tenths"),
         ("safety=-0.1,brevity=1.1", "allowed: tenths from 0 to 1"),
         ("safety=x", "allowed: tenths"),

@@ -258,8 +258,11 @@ def test_incomplete_models_are_refused(folder: Path, tmp_path: Path) -> None:
             ValueError, match=r"lacks \d weights of \w+, first '(classifier|score)\.\w+': they would be rand"
         ):
             external(tmp_path / name)
+    language = tiny_directory(tmp_path / "language")
     with pytest.raises(ValueError, match=r"lacks 1 weights of LlamaForSequenceClassification"):
-        external(tiny_directory(tmp_path / "language"))
+        external(
+            edited(language, tmp_path / "headless", "config.json", architectures=["LlamaForSequenceClassification"])
+        )
     (shutil.copytree(folder / "bert", tmp_path / "pickled") / "model.safetensors").rename(
         tmp_path / "pickled" / "pytorch_model.bin"
     )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.memory.budget import Budget, OverBudget
-from fourfold.models.external import External, TorchClassifier, load_external, probe, relative_gap
+from fourfold.models.classifier import TorchClassifier
+from fourfold.models.external import External, load_external, probe, relative_gap
 from fourfold.models.onnx import BOUNDS, FILE, OnnxClassifier, exported, run_by_onnx
 from fourfold.models.roles import checksum
 from models.test_external import config_for

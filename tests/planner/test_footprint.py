@@ -66,15 +66,19 @@ def test_parts_without_a_model_hold_nothing_and_each_model_of_a_part_its_own() -
     alone = footprint(scene())
     assert of(own, "reward", "weights", CRITIC) == of(alone, "reward", "weights", CRITIC) == 4 * SCORER
     judge = architecture(layers=2)
-    classifiers = [
-        f"reward.parts.{name}.{key}" for name in ("tone", "other") for key in ('source="model"', 'model="a/b"')
-    ]
-    both = scene(
-        *PARTS[:4], *classifiers, 'reward.parts.liked.source="trained"', 'reward.parts.liked.checkpoint="unused"'
-    )
-    found = footprint(replace(both, models={**both.models, "reward.parts.tone": judge, "reward.parts.other": judge}))
     one = 4 * (2 * LAYER + TABLE + 16 + 17)
-    assert of(found, "reward", "weights", CRITIC) == 4 * SCORER + 2 * one
+    for count, model in ((1, "a/b"), (2, "a/c")):  # two labels of one model, and two models
+        classifiers = [
+            f"reward.parts.{name}.{key}"
+            for name, of_part in (("tone", "a/b"), ("other", model))
+            for key in ('source="model"', f'model="{of_part}"', f"label.{name}=1.0")
+        ]
+        both = scene(
+            *PARTS[:4], *classifiers, 'reward.parts.liked.source="trained"', 'reward.parts.liked.checkpoint="unused"'
+        )
+        theirs = {"reward.parts.tone": judge, "reward.parts.other": judge}
+        found = footprint(replace(both, models={**both.models, **theirs}))
+        assert of(found, "reward", "weights", CRITIC) == 4 * SCORER + count * one
     # They work one after the other: no more is alive in the moment of scoring than in the fullest of them.
     kinds = ("activations", "buffers", "logits")
     moment = Moment("score", "reward")

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,12 @@ def pays_for_shortness(prompts: list[str], responses: list[str]) -> list[float]:
 def pays_for_prompt(prompts: list[str], responses: list[str]) -> list[float]:
     """How long the prompt is that the function was given."""
     return [float(len(prompt)) for prompt in prompts]
+
+
+def pays_after_a_while(prompts: list[str], responses: list[str]) -> list[float]:
+    """Nothing, and late."""
+    time.sleep(2.0)
+    return [0.0] * len(responses)
 
 
 def pays_by_hash(prompts: list[str], responses: list[str]) -> list[float]:

@@ -11,7 +11,9 @@ import torch
 from fourfold.config import ConfigError
 from fourfold.diagnostics.tables import role_rows
 from fourfold.diagnostics.trackers import read_jsonl
+from fourfold.models.classifier import TorchClassifier
 from fourfold.models.roles import Scorer
+from fourfold.planner.request import architectures_of
 from fourfold.scoring.external import ExternalReward
 from fourfold.scoring.rules import count_of
 from fourfold.scoring.sources import texts_of
@@ -179,6 +181,79 @@ def test_what_is_wrong_with_a_classifier_of_a_part_is_told_of_that_part(tmp_path
     parts = {TONE: {"source": "model", "model": str(judge), "label": {"GOD": 1.0}}}
     with pytest.raises(ValueError, match=r"reward\.parts\.tone: reward\.label: given 'GOD'; did you mean 'GOOD'"):
         make_trainer(make_config(settings(tmp_path, by_parts(parts))))
+
+
+def two_labels(folder: Path, *, alike: bool = True, **of_one: Any) -> Tree:
+    """Parts that read the labels of one model with three, or of two files with the same weights."""
+    places = [
+        tiny_classifier(folder / "judge" / name, "llama", labels=("BAD", "GOOD", "MORE"), seed=3) for name in "ab"
+    ]
+    one: Tree = {"source": "model", "model": str(places[0]), "label": {"GOOD": 1.0}, "weight": 0.5}
+    other: Tree = {"source": "model", "model": str(places[not alike]), "label": {"BAD": -1.0, "MORE": 2.0}}
+    parts = {TONE: one, "letters": PARTS["letters"], OTHER: {**other, **of_one}}
+    return settings(folder, by_parts(parts, steps=1))
+
+
+def test_parts_that_read_labels_of_one_model_hold_and_pass_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By bytes, by rows that go through it, and by the plan; every part's scores are those of a model of its own."""
+    passed: list[int] = []
+    logits = TorchClassifier.logits
+
+    def counted(self: TorchClassifier, inputs: Any) -> torch.Tensor:
+        passed.append(len(inputs["input_ids"]))
+        return logits(self, inputs)
+
+    monkeypatch.setattr(TorchClassifier, "logits", counted)
+    found = {}
+    for name, alike in (("one", True), ("two", False)):
+        trainer = make_trainer(make_config(merged(two_labels(tmp_path, alike=alike), {"output": str(tmp_path / name)})))
+        held = [row.bytes for row in role_rows(trainer.models) if row.model.startswith("reward")]
+        passed.clear()
+        scored, _ = scored_parts(trainer)
+        rows = sum(passed)
+        planned = architectures_of(trainer.config)[0].keys() - {"base"}
+        found[name] = (held, rows, len(planned), scored.score_parts, trainer.step()["reward_forward_passes"])
+    (one, rows, planned, scores, passes), (two, twice, both, expected, of_both) = found["one"], found["two"]
+    assert one * 2 == two and len(one) == 1
+    assert (rows, twice) == (8, 16) and (planned, both) == (1, 2) and (passes, of_both) == (1.0, 2.0)
+    assert torch.equal(scores, expected) and not torch.equal(scores[:, 0], scores[:, 2])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"reward": {"residency": "park"}}, {"sampling": {"overlap_scoring": True, "batch_size": 2}}], ids=str
+)
+def test_labels_of_one_model_are_read_alike_however_it_is_held(tmp_path: Path, changes: Tree) -> None:
+    plain, other = (
+        make_trainer(make_config(merged(two_labels(tmp_path), {**given, "output": str(tmp_path / name)})))
+        for name, given in (("plain", {}), ("other", changes))
+    )
+    expected, found = scored_parts(plain)[0], scored_parts(other)[0]
+    torch.testing.assert_close(found.score_parts, expected.score_parts, rtol=0, atol=1e-5)
+
+
+def test_a_vector_critic_starts_as_the_reward_model_in_the_column_of_its_part(tmp_path: Path) -> None:
+    """Wherever the part stands in the file."""
+    tree = by_model(settings(tmp_path, by_function("pays_by_hash", steps=1)), tmp_path / "scorer")
+    parts: Tree = {"brevity": BREVITY, LIKED: {"source": "trained", "checkpoint": tree["reward"]["checkpoint"]}}
+    combined = {"source": "combined", "checkpoint": None, "parts": parts}
+    trainer = make_trainer(
+        make_config(merged(tree, {"reward": combined, "critic": {"init": "reward", "heads": "vector"}}))
+    )
+    rollout, activations = trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
+    last = trainer.models.critic.values_and_last(activations, rollout)[1]
+    assert isinstance(trainer.models.reward, Scorer)
+    torch.testing.assert_close(last[:, 1], trainer.models.reward.scores(activations))
+    assert bool((last[:, [0, 2]] == 0).all())
+
+
+def test_parts_that_read_one_model_otherwise_have_one_each(tmp_path: Path) -> None:
+    reward = make_config(two_labels(tmp_path, template="so {response}")).reward
+    assert list(reward.held_classifiers) == [f"reward.parts.{name}" for name in (TONE, OTHER)]
+    wrong = make_config(two_labels(tmp_path, label={"GOD": 1.0}))
+    with pytest.raises(ValueError, match=r"^reward\.parts\.other\.label: given 'GOD'; did you mean 'GOOD'"):
+        make_trainer(wrong)
 
 
 def test_the_run_s_own_model_of_a_part_can_be_at_a_service(tmp_path: Path) -> None:

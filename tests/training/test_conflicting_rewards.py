@@ -74,8 +74,10 @@ def test_weights_that_were_sampled_in_training_can_be_chosen_afterwards(
     for_a, for_e, between = written("a=1"), written("e=1"), written("")
     assert for_a["a"] > for_e["a"] + 2 and for_e["e"] > for_a["e"] + 2
     assert between == written("a=0.5,e=0.5")
-    assert main(["sample", str(tmp_path / "run"), "--weights", "a=0.9", "--count", "1"]) == 2
-    assert "add up to 0.9" in capsys.readouterr().err
+    assert main(["sample", str(tmp_path / "run"), "--weights", "a=0.9", "--count", "1"]) == 0
+    assert "prompts begin with [a=0.9 e=0.1]\n" in capsys.readouterr().err
+    assert main(["sample", str(tmp_path / "run"), "--weights", "a=0.9,e=0.2", "--count", "1"]) == 2
+    assert "add up to 1.1" in capsys.readouterr().err
 
 
 def test_a_run_with_fixed_weights_cannot_be_asked_for_others(

@@ -150,7 +150,10 @@ def test_the_command_says_what_it_made_and_refuses_what_cannot_be(
     for arguments, message in (
         (["--size", "2"], "--size 2: allowed are shares above 0"),
         (["--size", "0.01"], "--size 0.01: embedding and norm alone are"),
-        (["--layers", "9"], "9 of 4 layers: allowed are 1 to 4"),
+        (["--size", "0.5", "--layers", "2"], "--size 0.5 beside --layers 2"),
+        # Before anything is read of the data.
+        (["--layers", "9", "--set", "data.texts.path=no.jsonl"], "--layers 9: the model has 4 layers; allowed: 1 to 4"),
+        (["--mlp", "99", "--set", "data.texts.path=no.jsonl"], "--mlp 99: the model's MLPs have 64 neurons; allowed"),
         (["--epochs", "-1"], "--epochs -1: allowed are 0 or more"),
         (["--batch-size", "0"], "--batch-size 0: allowed are 1 or more"),
         (["--learning-rate", "0"], "--learning-rate 0: allowed are numbers above 0"),
@@ -158,6 +161,14 @@ def test_the_command_says_what_it_made_and_refuses_what_cannot_be(
         assert main(["distill", tree["output"], str(tmp_path / "other"), *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "other").exists()
+    (tmp_path / "file").write_text("in the way")
+    assert main(["distill", tree["output"], str(tmp_path / "file" / "a" / "b"), "--layers", "9"]) == 2
+    assert "file is a file, and no folder can be made below it" in capsys.readouterr().err
+    apart = ["--layers", "2", "--learning-rate", "1e30", "--epochs", "2"]
+    assert main(["distill", tree["output"], str(tmp_path / "other"), *apart]) == 3
+    said = capsys.readouterr().err
+    assert "distill: the loss is " in said and "nothing was written; try a lower --learning-rate" in said
+    assert "checkpoint" not in said and not (tmp_path / "other").exists()
 
 
 def test_a_run_without_a_reward_model_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ SHOWN = {
     "reward.source": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.checkpoint": "training/test_resume.py::test_every_checkpoint_of_the_reward_stage_is_a_reward_model",
     "reward.function": "scoring/test_sources.py::test_a_function_is_found_by_name",
+    "reward.timeout_seconds": "training/test_pipeline.py::test_a_function_alone_has_a_time_limit",
     "reward.on_failure": "training/test_pipeline.py::test_failed_scores_stop_the_run_or_are_dropped",
     **{f"reward.parts.NAME.{name}": test for name, test in OF_PARTS.items()},
     **{f"reward.parts.NAME.rules.NAME.{name}": f"scoring/test_rules.py::{test}" for name, test in OF_RULES.items()},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from diagnostics.stand_in_tracker import StandIn
 from fourfold.diagnostics.run_state import read_state
@@ -19,6 +20,7 @@ from fourfold.errors import RunFailed
 from fourfold.scoring.sources import FunctionReward
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.pipeline import run_stages
+from tiny import VOCABULARY, tiny_classifier, tiny_directory, tiny_tokenizer
 from training.runs import (
     REWARD_TRAINED,
     SEPARATE,
@@ -206,6 +208,12 @@ def test_failed_scores_stop_the_run_or_are_dropped(tmp_path: Path) -> None:
     assert all(row["dropped_rows"] == row["invalid_scores"] for row in rows)
 
 
+def test_a_function_alone_has_a_time_limit(tmp_path: Path) -> None:
+    reward = {"function": "training.runs:pays_after_a_while", "timeout_seconds": 0.05, "retries": 0}
+    with pytest.raises(RunFailed, match=r"no answer within reward\.timeout_seconds = 0\.05"):
+        run(merged(settings(tmp_path, by_function("pays_for_a", steps=1)), {"reward": reward}))
+
+
 def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
     tree = merged(settings(tmp_path), by_function("pays_none_for_some"))
     with pytest.raises(RunFailed):
@@ -321,4 +329,29 @@ def test_what_the_model_does_not_allow_leaves_no_folder(tmp_path: Path, changes:
     """Mended settings would be other settings than those of a folder that was taken."""
     with pytest.raises(ValueError, match="allowed"):
         run(settings(tmp_path, changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("role", ["layers", "critic", "labels", "reference"])
+def test_what_ppo_refuses_is_refused_before_the_stages_before_it(tmp_path: Path, role: str) -> None:
+    """A critic or a reference that does not go with the model: nothing is trained, and no folder is taken."""
+    other = tiny_directory(tmp_path / "other", layers=1, hidden=16)
+    vocabulary = tiny_tokenizer(pad_is_eos=False)
+    vocabulary.add_tokens(["<extra>"])
+    vocabulary.save_pretrained(other)
+    labels = tiny_classifier(tmp_path / "labels", "llama", labels=("A", "B"))
+    tiny_tokenizer(pad_is_eos=False).save_pretrained(labels)
+    classifier = AutoModelForSequenceClassification.from_pretrained(labels)
+    classifier.resize_token_embeddings(VOCABULARY)
+    classifier.save_pretrained(labels)
+    changes: dict[str, tuple[Tree, str]] = {
+        "layers": ({"critic": {"layers": 99}}, "^critic.layers: given 99 of the model's 4 layers; allowed: 2 to 3"),
+        "critic": ({"critic": {"model": str(other)}}, "^critic.model = .*another vocabulary"),
+        "labels": ({"critic": {"model": str(labels)}}, "a sequence classifier with 2 labels"),
+        "reference": ({"reference": {"model": str(other), "log_step_0": False}}, "^reference.model: .*another vocab"),
+    }
+    given, said = changes[role]
+    tree = settings(tmp_path, {"critic": {"init": None}} if role in ("critic", "labels") else {})
+    with pytest.raises(ValueError, match=said):
+        run(merged(tree, given))
     assert not (tmp_path / "run").exists()

@@ -32,6 +32,30 @@ def critic(config: RunConfig) -> Iterator[str]:
         )
 
 
+def critic_layers(config: RunConfig, total: int, below: int) -> int | None:
+    """Layers that the critic keeps above a trunk of `below` of the model's `total` under `critic.layers`; None: all.
+
+    ValueError where they end inside a trunk, whose activations are known above its last layer only, and where a critic
+    would be left without anything of its own to train below its head.
+    """
+    asked = config.critic.layers
+    if not asked:
+        return None
+    adapted = config.sharing.mode == "adapters"
+    least = below + 1 if adapted else max(below, 1)
+    if least <= asked < total:
+        return asked - below
+    given = f"critic.layers: given {asked} of the model's {total} layers"
+    if asked >= total:
+        raise ValueError(f"{given}; allowed: {least} to {total - 1}, or 0 for all of them")
+    cut = "adapters.layers" if adapted else "trunk.branch_layers"
+    instead = f"a larger {cut}" + ("" if adapted else ", or sharing.mode = 'none'")
+    raise ValueError(
+        f"{given}, of which the lowest {below} are the shared trunk, whose activations are there above its last layer "
+        f"only; allowed: {least} to {total - 1}, or 0 for all; try {instead}"
+    )
+
+
 def one_pass(config: RunConfig) -> bool:
     """Whether actor and critic learn from one pass over a trained trunk."""
     trained = config.sharing.mode == "trunk" and config.trunk.train

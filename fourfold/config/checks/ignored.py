@@ -157,7 +157,7 @@ def _of_the_reward(reward: RewardSection, because: Because) -> None:
     if reward.source != "function":
         # A model answers the same way every time: no use to ask it again, and a score that is not finite stops the run.
         reason = f"reward.source = {reward.source!r} calls no function"
-        because(reason, "reward", "function", "retries", "on_failure")
+        because(reason, "reward", "function", "retries", *FAILING)
     if reward.source != "model":
         reason = f"reward.source = {reward.source!r} brings no model of another family"
         because(reason, "reward", *REWARD_OWN_MODEL)

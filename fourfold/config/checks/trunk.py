@@ -35,7 +35,7 @@ def trunk(config: RunConfig) -> Iterator[str]:
             "on the device before they go down; allowed there: 'keep', 'park'"
         )
     mini_batches = config.ppo.updates_of(config.rows_at(0))
-    if "ppo" in config.stages and given.alternate >= mini_batches:
+    if "ppo" in config.stages and 0 < mini_batches <= given.alternate:
         yield (
             f"trunk.alternate: given {given.alternate}, but a rollout has {mini_batches} mini-batches in all (ppo."
             "num_epochs x ppo.rollout_batch_size / ppo.mini_batch_size), so that the actor never has a turn; allowed: "

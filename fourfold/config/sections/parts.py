@@ -20,13 +20,14 @@ class ClassifierSection(Section):
 
     model: str = Field(
         default="",
-        description="Sequence classifier (source = 'model'), encoder or decoder: a Hugging Face directory with "
-        "safetensors and tokenizer, or a hub id.",
+        description="Sequence classifier (source = 'model'), encoder or decoder, or a causal language model as judge: "
+        "a Hugging Face directory with safetensors and tokenizer, or a hub id.",
     )
     label: dict[str, float] = Field(
         default_factory=dict,
         description="Factor of each logit that counts (source = 'model'), by its label in the model's config, such as "
-        "{POSITIVE = 1.0, NEGATIVE = -1.0}; the score is the sum. A model with one logit needs none.",
+        "{POSITIVE = 1.0, NEGATIVE = -1.0}; the score is the sum. A model with one logit needs none. Of a judge, "
+        "a factor of the logit of each answer as the next token, such as {' yes' = 1.0, ' no' = -1.0}.",
     )
     template: str = Field(
         default="",

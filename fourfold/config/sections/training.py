@@ -85,6 +85,20 @@ class RewardSection(OptimizerSection, ClassifierSection):
             return {"reward": self}
         return {f"reward.parts.{name}": part for name, part in self.used_parts.items() if part.source == "model"}
 
+    def holder_of(self, key: str) -> str:
+        """The key of the classifier that is held for table `key`: the first that differs from it in label at most."""
+        names = [name for name in ClassifierSection.model_fields if name != "label"]
+        alike = {other: [getattr(each, name) for name in names] for other, each in self.classifiers.items()}
+        return next(other for other, each in alike.items() if each == alike[key])
+
+    @property
+    def held_classifiers(self) -> dict[str, list[str]]:
+        """The keys of the tables of each classifier that is held and passed once, by the first of them."""
+        held: dict[str, list[str]] = {}
+        for key in self.classifiers:
+            held.setdefault(self.holder_of(key), []).append(key)
+        return held
+
     @property
     def has_model(self) -> bool:
         """Whether a role `reward` computes, here or elsewhere."""
@@ -103,6 +117,11 @@ class RewardSection(OptimizerSection, ClassifierSection):
     def dimensions(self) -> tuple[str, ...]:
         """Names of the columns of `ScoredRollout.score_parts`: those of the parts, in the order of the file."""
         return tuple(self.used_parts) or ("score",)
+
+    @property
+    def trained_dimension(self) -> int:
+        """Place among `dimensions` of what the reward model of the run's own says."""
+        return next((place for place, part in enumerate(self.used_parts.values()) if part.source == "trained"), 0)
 
     @property
     def functions(self) -> dict[str, str]:
@@ -155,6 +174,9 @@ class RewardSection(OptimizerSection, ClassifierSection):
     )
     residency: Literal["keep", "park", "stream", "cpu", "service"] = Field(
         default="keep", description=f"Where the reward model's own weights are in ppo: {RESIDENCY}"
+    )
+    timeout_seconds: NonNegativeFloat = Field(
+        default=60.0, description="Longest wait for one call of a function; 0: as long as it takes."
     )
     retries: Count = Field(default=2, description="How often a function that fails is asked again.")
     on_failure: Literal["stop", "drop"] = Field(
