@@ -15,7 +15,7 @@ from typing import Literal
 import psutil
 
 from fourfold.diagnostics.run_files import STATE
-from fourfold.errors import Interrupted
+from fourfold.errors import Interrupted, ScorerFailed
 from fourfold.files import write_atomically
 
 State = Literal["running", "finished", "interrupted", "failed", "killed", "unknown"]
@@ -28,12 +28,13 @@ MESSAGE_CHARACTERS = 4000
 class RunState:
     """What the last process on a run has said of itself; "killed" and "unknown" are what a reader makes of it.
 
-    `said` is the message of an error; `since` and `at` are seconds since 1970: when the process began, when it wrote.
+    `said` is the message of an error, `scorer` the source of scores that it is about (ScorerFailed), "" for none; `since` and `at` are seconds since 1970: when the process began, when it wrote.
     """
 
     state: State
     stages: tuple[str, ...] = ()
     said: str = ""
+    scorer: str = ""
     process: int = 0
     born: float = 0.0
     host: str = ""
@@ -86,9 +87,17 @@ def noted_state(root: Path, stages: Sequence[str]) -> Iterator[None]:
         stopped = isinstance(error, KeyboardInterrupt | Interrupted)
         said = str(error)[:MESSAGE_CHARACTERS] or type(error).__name__
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
-            _write(root, replace(begun, state="interrupted" if stopped else "failed", said=said, at=time.time()))
+            ended = replace(begun, state="interrupted" if stopped else "failed", said=said, at=time.time())
+            _write(root, replace(ended, scorer=_scorer(error)))
         raise
     _write(root, replace(begun, state="finished", at=time.time()))
+
+
+def _scorer(error: BaseException | None) -> str:
+    """Of the error or of what has led to it: each layer that an error passes adds what it knows."""
+    while error is not None and not isinstance(error, ScorerFailed):
+        error = error.__cause__
+    return error.scorer if error is not None else ""
 
 
 def _write(root: Path, state: RunState) -> None:

@@ -133,8 +133,8 @@ def _verdicts(verdicts: Sequence[Verdict] | str) -> Iterator[Text]:
         return
     wrong = [each for each in by_severity(verdicts) if each.severity != "good"]
     for each in wrong[:NEEDS_ATTENTION]:
-        line = Text(f"{each.severity}: ", STYLES[each.severity])
-        yield line.append_text(visible(f"{each.name}: {each.evidence}")).append(f"  try {each.remedy}", "bright_black")
+        line, tried = Text(f"{each.severity}: ", STYLES[each.severity]), f"  try {each.remedy}" if each.remedy else ""
+        yield line.append_text(visible(f"{each.name}: {each.evidence}")).append(tried, "bright_black")
     if len(wrong) > NEEDS_ATTENTION:
         yield Text(f"and {len(wrong) - NEEDS_ATTENTION} more: fourfold doctor", "bright_black")
     if not wrong:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.algorithms.rewards import combine_scores
 from fourfold.batch import Rollout
 from fourfold.data.told_weights import ToldWeights
-from fourfold.errors import RunFailed
+from fourfold.errors import ScorerFailed
 from fourfold.scoring.sources import RewardSource
 
 
@@ -29,12 +29,14 @@ class RewardPart:
     on_failure: Literal["stop", "drop"]
 
     def require(self, valid: Bool[Tensor, "batch"]) -> None:
-        """RunFailed where the settings want the run to stop at rows that are not valid."""
+        """ScorerFailed where the settings want the run to stop at rows that are not valid."""
         failed = int((~valid).sum())
         if failed and self.on_failure == "stop":
-            raise RunFailed(
-                f"score: reward.parts.{self.name}: {failed} of {len(valid)} responses got no valid score (None, NaN or "
-                f'infinite); mend that part, or set reward.parts.{self.name}.on_failure = "drop"'
+            key = f"reward.parts.{self.name}"
+            raise ScorerFailed(
+                f"score: {key}: {failed} of {len(valid)} responses got no valid score (None, NaN or infinite); mend "
+                f'that part, or set {key}.on_failure = "drop"',
+                scorer=key,
             )
 
 
@@ -77,7 +79,7 @@ def combined(
     valid: Bool[Tensor, "batch dimensions"],
     weights: Float32[Tensor, "batch dimensions"],
 ) -> tuple[Float32[Tensor, "batch"], Bool[Tensor, "batch"]]:
-    """The weighted sum of the parts' scores, and where it is valid; RunFailed where a part's failures stop the run."""
+    """The weighted sum of the parts' scores, and where it is valid; ScorerFailed where a part's failures stop the run."""
     for index, part in enumerate(parts):
         part.require(valid[:, index])
     return combine_scores(scores, weights), valid.all(dim=1)

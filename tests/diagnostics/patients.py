@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.diagnostics.doctor import Examination, Verdict, examine
+from fourfold.config.loading import ConfigError, apply_override, parse_config, read_toml
+from fourfold.diagnostics.doctor import DIAGNOSES, Examination, Verdict, examine
+from fourfold.diagnostics.doctor.records import CannotJudge, read_records
 from fourfold.errors import RunFailed
 from fourfold.rollout import decoder
 from fourfold.rollout.draw import draw_tokens
@@ -196,7 +199,36 @@ def examined(tree: Tree) -> Examination:
     calls = 0
     with contextlib.suppress(RunFailed):
         run(tree)
+    assert not refused_remedies(Path(tree["output"]))
     return examine(Path(tree["output"]))
+
+
+def refused_remedies(folder: Path) -> list[str]:
+    """Proposals of all diagnoses that can be judged, named or not, which the run's own settings refuse (FAULTS J10)."""
+    records, refused = read_records(folder), list[str]()
+    for diagnosis in DIAGNOSES:
+        with contextlib.suppress(CannotJudge):
+            remedy = diagnosis.judge(records).remedy
+            tree = read_toml(folder / "config.toml")
+            for line in filter(None, remedy.split("#")[0].strip().split("; ")):
+                key, equals, value = line.partition(" = ")
+                assert equals and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", key), remedy
+                apply_override(tree, f"{key}={value}")
+            try:
+                parse_config(tree, source=diagnosis.name)
+            except ConfigError as error:
+                refused.append(f"{remedy}: {error}")
+    return refused
+
+
+def by_parts(**parts: Tree) -> Tree:
+    """Changes for `patient`: paid by the sum of these."""
+    return {"reward": {"source": "combined", "function": None, "parts": parts}}
+
+
+def by(function: str, **given: Any) -> Tree:
+    """A part of the reward: a function of this module."""
+    return {"source": "function", "function": f"diagnostics.patients:{function}", **given}
 
 
 def found(examination: Examination, *expected: str, also: Set[str] = frozenset()) -> dict[str, Verdict]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diagnostics.patients import examined, found, patient, write_pairs
+from diagnostics.patients import by, by_parts, examined, found, patient, write_pairs
+from scoring.service.test_texts import answering, lengths, says
 from training.runs import Tree
 
 NOISE = {"critic underfit: variance", "critic plateau"}
@@ -32,6 +33,32 @@ def test_scores_that_are_none_and_have_stopped_the_run(tmp_path: Path) -> None:
 
 def test_a_function_that_raises_is_a_failing_scorer(tmp_path: Path) -> None:
     found(examined(patient(tmp_path, "raises", {"reward": {"retries": 0}})), "failing scorer")
+
+
+def test_a_part_that_raises_is_a_failing_scorer(tmp_path: Path) -> None:
+    """The remedy is a setting of that part."""
+    parts = by_parts(known=by("healthy"), gone=by("raises", retries=0))
+    examination = examined(patient(tmp_path, changes=parts))
+    verdict = found(examination, "failing scorer")["failing scorer"]
+    assert "the function of reward.parts.gone failed 1 times, last with ConnectionError" in verdict.evidence
+    assert verdict.remedy.startswith("reward.parts.gone.on_failure = 'drop'")
+    assert examination.state.startswith("failed")
+
+
+def test_a_service_that_goes_away_is_a_failing_scorer(tmp_path: Path) -> None:
+    with answering(*[lengths] * 4, says(500, {"error": "out of order"})) as server:
+        tone: Tree = {"source": "http", "url": server.url, "retries": 0, "on_failure": "stop"}
+        examination = examined(patient(tmp_path, changes=by_parts(known=by("healthy"), tone=tone)))
+    verdict = found(examination, "failing scorer")["failing scorer"]
+    assert "out of order" in verdict.evidence and verdict.remedy.startswith("reward.parts.tone.on_failure = 'drop'")
+
+
+def test_a_part_that_leaves_rows_out_is_counted_and_named(tmp_path: Path) -> None:
+    """Not `reward.retries`, which nothing reads here."""
+    parts = by_parts(known=by("healthy"), some=by("none_for_some", on_failure="drop", retries=1))
+    verdict = found(examined(patient(tmp_path, changes=parts)), "failing scorer")["failing scorer"]
+    assert "of 480 responses got no valid score" in verdict.evidence and "reward.parts.some" in verdict.evidence
+    assert verdict.remedy.startswith("reward.parts.some.retries = 4 ")
 
 
 def test_a_reward_of_length_is_named(tmp_path: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 
+from fourfold.config import RunConfig
+from fourfold.config.schema import PartSection
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
+from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     correlation,
@@ -75,17 +80,40 @@ def outliers(records: Records) -> Finding:
 
 def failing_scorer(records: Records) -> Finding:
     """Responses without a valid score."""
-    stopped = "no valid score" in records.failure or "reward function" in records.failure
-    if stopped:
-        remedy = "reward.on_failure = 'drop'  # after the reward is mended; reward.retries asks it again"
+    if scorer := records.failed_scorer:
+        tables = {"reward": _scorers(records.config), "reward model": []}.get(scorer, [scorer])
+        remedy = _of_scorers(records.config, tables)
         return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (records.last_step, records.last_step + 1))
     invalid = records.series("invalid_scores", 1)
     count, total = int(invalid.values.sum()), records.config.ppo.rollout_batch_size * len(invalid.steps)
     bad = [step for step, number in zip(invalid.steps, invalid.values, strict=True) if number]
     evidence = f"{count} of {total} responses got no valid score (limit 0), in {len(bad)} of {len(invalid.steps)} steps"
-    retries = records.config.reward.retries
-    remedy = f"reward.retries = {retries + 3}  # is {retries}; mend the function first"
-    return Finding(evidence, float(count > 0), remedy, (bad[0], bad[-1]) if bad else invalid.all_steps)
+    dropping = _scorers(records.config)
+    if bad and dropping != ["reward"]:
+        evidence += f"; rows are left out by {' or '.join(dropping)} (on_failure = 'drop')"
+    steps = (bad[0], bad[-1]) if bad else invalid.all_steps
+    return Finding(evidence, float(count > 0), _of_scorers(records.config, dropping), steps)
+
+
+def _scorers(config: RunConfig) -> list[str]:
+    """Tables of the sources whose rows can be without a score: of a combination the parts that leave them out."""
+    parts = config.reward.used_parts
+    return (
+        [f"reward.parts.{name}" for name, part in parts.items() if part.on_failure == "drop"] if parts else ["reward"]
+    )
+
+
+def _of_scorers(config: RunConfig, tables: Sequence[str]) -> str:
+    """The first setting of these sources that is read and spares the run: rows left out, more attempts, more time."""
+    remedies: list[str] = []
+    for table in tables:
+        source = config.reward if table == "reward" else config.reward.parts[table.removeprefix("reward.parts.")]
+        if source.on_failure == "stop":
+            remedies.append(f"{table}.on_failure = 'drop'  # after it is mended; retries ask it again")
+        remedies.append(f"{table}.retries = {source.retries + 3}  # is {source.retries}; mend the scorer first")
+        if isinstance(source, PartSection) and (limit := source.timeout_seconds):
+            remedies.append(f"{table}.timeout_seconds = {2 * limit:g}  # is {limit:g}; mend the scorer first")
+    return first_taken(config, *remedies)
 
 
 def length_bias(records: Records) -> Finding:
@@ -165,9 +193,10 @@ DIAGNOSES = (
         "failing scorer",
         "reward",
         "ill",
-        "Responses without a valid score: None, NaN, infinite, or a function that raises.",
+        "Responses without a valid score: None, NaN, infinite, a function that raises, a service that does not answer; "
+        "of the whole reward or of a part of it.",
         "Sum of invalid_scores is above 0, or the run stopped over it: a fact, confidence 1.",
-        "Mend the function; `reward.retries` asks it again.",
+        "Mend the scorer; `retries` of `reward` or of its part ask it again, `on_failure` = 'drop' leaves rows out.",
         failing_scorer,
     ),
     Diagnosis(
