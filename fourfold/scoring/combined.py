@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.algorithms.rewards import combine_scores
 from fourfold.batch import Rollout
 from fourfold.data.told_weights import ToldWeights
-from fourfold.errors import ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.scoring.sources import RewardSource
 
 
@@ -29,14 +29,14 @@ class RewardPart:
     on_failure: Literal["stop", "drop"]
 
     def require(self, valid: Bool[Tensor, "batch"]) -> None:
-        """ScorerFailed where the settings want the run to stop at rows that are not valid."""
+        """RunFailed where the settings want the run to stop at rows that are not valid."""
         failed = int((~valid).sum())
         if failed and self.on_failure == "stop":
             key = f"reward.parts.{self.name}"
-            raise ScorerFailed(
+            raise RunFailed(
                 f"score: {key}: {failed} of {len(valid)} responses got no valid score (None, NaN or infinite); mend "
                 f'that part, or set {key}.on_failure = "drop"',
-                scorer=key,
+                blamed=key,
             )
 
 
@@ -79,7 +79,7 @@ def combined(
     valid: Bool[Tensor, "batch dimensions"],
     weights: Float32[Tensor, "batch dimensions"],
 ) -> tuple[Float32[Tensor, "batch"], Bool[Tensor, "batch"]]:
-    """The weighted sum of the parts' scores, and where it is valid; ScorerFailed where a part's failures stop the run."""
+    """The weighted sum of the parts' scores, and where it is valid; RunFailed where a part's failure stops a run."""
     for index, part in enumerate(parts):
         part.require(valid[:, index])
     return combine_scores(scores, weights), valid.all(dim=1)

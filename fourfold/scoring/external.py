@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.batch import Rollout
-from fourfold.errors import RunFailed, ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.memory.offload import Residency, residency_of
 from fourfold.models.external import External
 from fourfold.models.roles import Activations
@@ -47,10 +47,10 @@ class ExternalReward:
         scores = self.of_texts(*texts_of(rollout, self._actor_tokenizer)).to(rollout.sequences.device)
         valid = torch.isfinite(scores)
         if not bool(valid.all()):
-            raise ScorerFailed(
+            raise RunFailed(
                 f"score: the reward model's scores of {int((~valid).sum())} of {len(valid)} responses are not finite; "
                 "the last good checkpoint is kept; its weights are damaged, or precision.reward is too narrow for them",
-                scorer="reward model",
+                blamed="reward model",
             )
         return scores, valid
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fourfold.algorithms.kl import kl_estimate
 from fourfold.batch import Rollout, ScoredRollout
-from fourfold.errors import RunFailed, ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, batch_size
 from fourfold.memory.offload import is_elsewhere
 from fourfold.models.roles import Activations, Policy, Scorer
@@ -88,10 +88,10 @@ def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failu
     """
     failed = int((~valid).sum())
     if failed and on_failure == "stop":
-        raise ScorerFailed(
+        raise RunFailed(
             f"score: {failed} of {len(valid)} responses got no valid score (None, NaN or infinite); "
             'mend the reward, or set reward.on_failure = "drop"',
-            scorer="reward",
+            blamed="reward",
         )
     kept = valid & ~scored.truncated if truncation == "drop" else valid
     if not bool(kept.any()):
@@ -99,5 +99,5 @@ def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failu
             f"score: no response can be learned from: {failed} without a valid score, {int(scored.truncated.sum())} "
             "cut by length; raise sampling.max_new_tokens or mend the reward"
         )
-        raise ScorerFailed(said, scorer="reward") if failed else RunFailed(said)
+        raise RunFailed(said, blamed="reward") if failed else RunFailed(said)
     return kept.nonzero()[:, 0]

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from fourfold.batch import Rollout
-from fourfold.errors import RunFailed, ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.memory.offload import Residency, residency_of
 from fourfold.models.roles import Activations, Scorer
 
@@ -56,10 +56,10 @@ class ModelReward:
         scores = self.scorer.scores(activations)
         valid = torch.isfinite(scores)
         if not bool(valid.all()):
-            raise ScorerFailed(
+            raise RunFailed(
                 f"score: the reward model's scores of {int((~valid).sum())} of {len(valid)} responses are not finite; "
                 "its weights are damaged; the last good checkpoint is kept; train the reward model again",
-                scorer="reward model",
+                blamed="reward model",
             )
         return scores, valid
 
@@ -144,8 +144,8 @@ class FunctionReward:
             return numbers
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _failure(self, said: str) -> ScorerFailed:
-        return ScorerFailed(f"score: {said}", scorer=self._key)
+    def _failure(self, said: str) -> RunFailed:
+        return RunFailed(f"score: {said}", blamed=self._key)
 
     def _call(self, prompts: list[str], responses: list[str]) -> list[float | None]:
         """What the function returns; TimeoutError where it has not in time.

@@ -14,7 +14,7 @@ from torch import Tensor
 from fourfold.batch import Experience, ScoredRollout
 from fourfold.config.schema import RunConfig
 from fourfold.diagnostics.kept import EVALUATIONS, ROLLOUTS, KeptFiles
-from fourfold.errors import ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.training.experience import estimate_advantages
 from fourfold.training.state import Progress
 
@@ -52,7 +52,7 @@ class KeptRollouts:
         Under `ppo.truncation` = "drop" rows that were cut by length are among them.
         """
         if not bool(valid.any()):
-            raise ScorerFailed("evaluation: no held-out response got a valid score; mend the reward", scorer="reward")
+            raise RunFailed("evaluation: no held-out response got a valid score; mend the reward", blamed="reward")
         scored = scored.select(valid.nonzero()[:, 0])
         experience = estimate_advantages(scored, self.config.ppo, progress.shaping_of(scored))
         if self.config.evaluation.keep_rollouts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import re
 import zlib
@@ -15,16 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.config.loading import ConfigError, apply_override, parse_config, read_toml
+from fourfold.config.loading import ConfigError, apply_override, given_settings, parse_config
 from fourfold.diagnostics.doctor import DIAGNOSES, Examination, Verdict, examine
 from fourfold.diagnostics.doctor.records import CannotJudge, read_records
 from fourfold.errors import RunFailed
+from fourfold.models.roles import Policy
 from fourfold.rollout import decoder
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.local import LocalSampler
-from fourfold.training import value_lesson
+from fourfold.training import ppo, value_lesson
 from tiny import sentences, tiny_directory
-from training.runs import Tree, by_function, merged, run, settings
+from training.runs import Tree, by_function, make_config, merged, run, settings
 
 # The last word of a prompt, and what it is worth: a critic can know it, on held-out prompts too.
 WORTH = {" the": -1.5, " and": -0.5, " with": 0.5, " a": 1.5}
@@ -167,7 +169,7 @@ def patient(
     *,
     seed: int = 0,
     family: str = "llama",
-    **ppo: Any,
+    **given: Any,
 ) -> Tree:
     """The settings of a run of some seconds: 15 steps of 32 responses of at most 8 tokens, evaluated every fifth."""
     if not (folder / family).is_dir():
@@ -175,7 +177,7 @@ def patient(
     chosen = {
         "steps": STEPS, "rollout_batch_size": ROWS, "mini_batch_size": ROWS, "micro_batch_size": ROWS, "num_epochs": 4,
         "learning_rate": 2e-3,
-    } | ppo  # fmt: skip
+    } | given  # fmt: skip
     tree = merged(
         by_function("", **chosen),
         {
@@ -199,17 +201,17 @@ def examined(tree: Tree) -> Examination:
     calls = 0
     with contextlib.suppress(RunFailed):
         run(tree)
-    assert not refused_remedies(Path(tree["output"]))
+    assert refused_remedies(Path(tree["output"]), tree) == []
     return examine(Path(tree["output"]))
 
 
-def refused_remedies(folder: Path) -> list[str]:
-    """Proposals of all diagnoses that can be judged, named or not, which the run's own settings refuse (FAULTS J10)."""
+def refused_remedies(folder: Path, given: Tree) -> list[str]:
+    """Proposals of all diagnoses that can be judged, named or not, which the settings as given refuse (FAULTS J10)."""
     records, refused = read_records(folder), list[str]()
     for diagnosis in DIAGNOSES:
         with contextlib.suppress(CannotJudge):
             remedy = diagnosis.judge(records).remedy
-            tree = read_toml(folder / "config.toml")
+            tree = given_settings(make_config(given))
             for line in filter(None, remedy.split("#")[0].strip().split("; ")):
                 key, equals, value = line.partition(" = ")
                 assert equals and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", key), remedy
@@ -293,6 +295,39 @@ def old_log_probs_at(temperature: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalSampler, "generate", generate)
         yield
+
+
+@contextlib.contextmanager
+def reference_with(change: Callable[[Policy], None]) -> Iterator[None]:
+    """Something has happened to the reference when the roles are put together."""
+    real = ppo.assemble
+
+    def assemble(*given: Any) -> Any:
+        models = real(*given)
+        change(models.reference)
+        return models
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "assemble", assemble)
+        yield
+
+
+def loses_a_fifth_of_its_sum(reference: Policy) -> None:
+    """Its softmax is not normalised, as where small numbers are rounded away: log p is log(1 / 0.8) too high."""
+    real = reference.log_probs
+
+    def log_probs(activations: Any, rollout: Any, temperature: float, **given: Any) -> Any:
+        found, entropies = real(activations, rollout, temperature, **given)
+        return torch.where(rollout.response_mask, found - math.log(0.8), found), entropies
+
+    reference.log_probs = log_probs
+
+
+def has_other_weights(reference: Policy) -> None:
+    """Those of its own layers are not the actor's."""
+    drawn = torch.Generator().manual_seed(3)
+    for weight in reference.branch.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=drawn)
 
 
 @contextlib.contextmanager

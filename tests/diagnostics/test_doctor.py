@@ -188,7 +188,7 @@ def test_a_remedy_that_the_settings_refuse_is_noticed(healthy_run: Path, monkeyp
     wrong = Finding("", 1.0, "critic.layers = 99; critic.model = 'x'  # nonsense", (1, 1))
     false = replace(DIAGNOSES[0], judge=lambda records: wrong)
     monkeypatch.setattr(patients, "DIAGNOSES", (*DIAGNOSES, false))
-    [refused] = patients.refused_remedies(healthy_run)
+    [refused] = patients.refused_remedies(healthy_run, patient(healthy_run.parent))
     assert "critic.layers" in refused
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.diagnostics import run_state
 from fourfold.diagnostics.run_state import noted_state, read_state
-from fourfold.errors import Interrupted, RunFailed, ScorerFailed
+from fourfold.errors import Interrupted, RunFailed
 
 
 def test_a_run_at_work_is_running_and_then_finished(tmp_path: Path) -> None:
@@ -27,13 +27,13 @@ def test_a_run_at_work_is_running_and_then_finished(tmp_path: Path) -> None:
 def test_the_scorer_that_ended_a_run_is_noted_through_the_layers_above(tmp_path: Path) -> None:
     with pytest.raises(RunFailed), noted_state(tmp_path, ["ppo"]):
         try:
-            raise ScorerFailed("score: out of order", scorer="reward.parts.tone")
+            raise RunFailed("score: out of order", blamed="reward.parts.tone")
         except RunFailed as error:
             raise RunFailed(f"step 3: {error}") from error
-    assert read_state(tmp_path).scorer == "reward.parts.tone"
+    assert read_state(tmp_path).blamed == "reward.parts.tone"
     with pytest.raises(RunFailed), noted_state(tmp_path, ["ppo"]):
         raise RunFailed("learn: the critic's loss is inf")
-    assert read_state(tmp_path).scorer == ""
+    assert read_state(tmp_path).blamed == ""
 
 
 @pytest.mark.parametrize(

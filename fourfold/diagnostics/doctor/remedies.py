@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.config import RunConfig
-from fourfold.config.loading import ConfigError, apply_override, given_settings, parse_config
+from fourfold.config.loading import ConfigError, apply_override, parse_config
 
 
 def proposed(remedy: str) -> list[str]:
@@ -12,8 +12,12 @@ def proposed(remedy: str) -> list[str]:
 
 
 def is_taken(config: RunConfig, remedy: str) -> bool:
-    """Whether a run with these settings would start with what a remedy proposes."""
-    tree = given_settings(config)
+    """Whether a run with these settings would start with what a remedy proposes.
+
+    Settings that are at their defaults, which a run writes down too, stand in no user's file as a rule: where a remedy
+    makes one of them needless, that is no contradiction.
+    """
+    tree = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     try:
         for each in proposed(remedy):
             apply_override(tree, each)

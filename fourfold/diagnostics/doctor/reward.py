@@ -8,12 +8,14 @@ import numpy
 
 from fourfold.config import RunConfig
 from fourfold.config.schema import PartSection
+from fourfold.diagnostics.doctor.opinions import second_opinions
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     correlation,
     fisher,
+    partial_correlation,
     phi,
     ranks,
     share,
@@ -80,7 +82,7 @@ def outliers(records: Records) -> Finding:
 
 def failing_scorer(records: Records) -> Finding:
     """Responses without a valid score."""
-    if scorer := records.failed_scorer:
+    if (scorer := records.blamed).startswith("reward"):
         tables = {"reward": _scorers(records.config), "reward model": []}.get(scorer, [scorer])
         remedy = _of_scorers(records.config, tables)
         return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (records.last_step, records.last_step + 1))
@@ -117,14 +119,18 @@ def _of_scorers(config: RunConfig, tables: Sequence[str]) -> str:
 
 
 def length_bias(records: Records) -> Finding:
-    """The score follows the length of the response."""
+    """The score follows the length of the response, beyond what other opinions of the response explain."""
     step, kept = records.last_training()
     scores, lengths = kept.scores.double().numpy(), kept.lengths.double().numpy()
     if lengths.std() == 0 or scores.std() == 0:
         raise CannotJudge("all responses of the kept rollout have one length, or one score")
-    r = correlation(ranks(scores), ranks(lengths))
-    found = fisher(abs(r), len(scores))
-    evidence = f"step {step}: score and length have the rank correlation {r:+.2f} (limit {LENGTH})"
+    plain = correlation(ranks(scores), ranks(lengths))
+    opinions = second_opinions(records, kept)
+    r = partial_correlation(scores, lengths, *opinions.values()) if opinions else plain
+    smaller = min(abs(r), abs(plain))  # what is no bias alone is not made one by taking something out
+    found = fisher(smaller, len(scores), len(opinions))
+    taken_out = f", {r:+.2f} with {' and '.join(opinions)} taken out" if opinions else ", no second opinion to take out"
+    evidence = f"step {step}: score and length have the rank correlation {plain:+.2f}{taken_out} (limit {LENGTH})"
     shortest, longest = int(numpy.quantile(lengths, 0.25)), int(numpy.quantile(lengths, 0.75))
     free = f"ppo.length_range = [{shortest}, {longest}]"
     remedy = f"ppo.length_penalty = 0.1; {free}  # half of the responses are that long; or mend the reward"
@@ -203,9 +209,13 @@ DIAGNOSES = (
         "reward length bias",
         "reward",
         "warning",
-        "The score follows the length of the response.",
-        f"Newest training rollout: |rank correlation of score and length|; confidence (Fisher's z, error 1 / sqrt(n - "
-        f"3)) that it is above {LENGTH}.",
+        "The score follows the length of the response, and not because longer ones are better.",
+        "Newest training rollout: x = the smaller of |rank correlation of score and length| and of the same with "
+        "second opinions taken out (partial correlation): the mean score of the prompt's other responses, where each "
+        "prompt has several (`sampling.responses_per_prompt`), and the judge's verdict, where there is one "
+        "(`evaluation.judge`). Without any it is the plain correlation, which cannot tell long good answers from long "
+        "ones; the evidence says so. Confidence (Fisher's z, error 1 / sqrt(n - 3 - k) with k opinions) that x is "
+        f"above {LENGTH}.",
         "Set `ppo.length_penalty` with `ppo.length_range`; balance the lengths of chosen and rejected texts.",
         length_bias,
     ),

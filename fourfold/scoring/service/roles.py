@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fourfold.algorithms.log_probs import Entropy
 from fourfold.batch import Rollout
-from fourfold.errors import RunFailed, ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.memory.offload import residency_of
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
@@ -153,7 +153,7 @@ class RemoteRole:
 
     def _failure(self, said: str) -> RunFailed:
         said = f"score: the {self.role}: {said}"
-        return ScorerFailed(said, scorer="reward model") if self.role == "reward" else RunFailed(said)
+        return RunFailed(said, blamed="reward model") if self.role == "reward" else RunFailed(said)
 
     def _readable(self, rows: Rows) -> dict[str, Any]:
         """The rows as the role reads them."""

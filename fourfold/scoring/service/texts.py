@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from fourfold.config.schema import PartSection
-from fourfold.errors import ScorerFailed
+from fourfold.errors import RunFailed
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.client import Refused, Service, Unanswered
 from fourfold.scoring.service.wire import BadMessage
@@ -52,5 +52,5 @@ class ServiceScores:
             log.warning("%s: %s; its %d responses are left out", self._key, error, len(responses))
             return [None] * len(responses)
 
-    def _failure(self, said: str) -> ScorerFailed:
-        return ScorerFailed(f"score: {self._key}: {said}", scorer=self._key)
+    def _failure(self, said: str) -> RunFailed:
+        return RunFailed(f"score: {self._key}: {said}", blamed=self._key)
