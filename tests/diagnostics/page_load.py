@@ -1,9 +1,10 @@
 """How long a browser needs for the page of a long run: what docs/report.md says of it.
 
-    PYTHONPATH=.:tests python -m diagnostics.page_load
+    PYTHONPATH=.:tests python -m diagnostics.page_load [PAGE.html]
 
-A tiny run's rows are repeated to 400 steps with an evaluation every 10. Printed is the median of five loads, each in a
-new browser, of the time from the start of the navigation to the end of the load event.
+Without a page: a tiny run's rows are repeated to 400 steps with an evaluation every 10. Printed are the medians of five
+loads, each in a new browser: of the time from the start of the navigation to the end of the load event, and of the
+seconds that the page's thread has computed by then, which other work on the machine does not lengthen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -82,23 +84,26 @@ def load_of(page: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as ask:
         target = ask("Target.createTarget", url="about:blank")["targetId"]
         session = ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        ask("Performance.enable", session, timeDomain="threadTicks")
         ask("Page.navigate", session, url=page.as_uri())
         while True:
             said = ask("Runtime.evaluate", session, expression=f"location.href == 'about:blank' ? '{{}}' : {TIMING}")
             timing = json.loads(said["result"].get("value", "{}"))
             if timing.get("loadEventEnd"):
-                return timing
+                metrics = ask("Performance.getMetrics", session)["metrics"]
+                return timing | {each["name"]: 1000 * each["value"] for each in metrics}
             time.sleep(0.05)
 
 
 def main() -> None:
-    """Make the page, load it, and print what came of it."""
+    """Load a page, and print what came of it."""
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "report.html"
-        page.write_text(long_page(Path(folder)), encoding="utf-8")
+        page = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(folder) / "report.html"
+        if len(sys.argv) == 1:
+            page.write_text(long_page(Path(folder)), encoding="utf-8")
         loads = [load_of(page) for _ in range(LOADS)]
         print(f"{page.stat().st_size / 1e6:.2f} MB; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
-        for name in ("responseEnd", "domInteractive", "loadEventEnd"):
+        for name in ("domInteractive", "loadEventEnd", "TaskDuration", "LayoutDuration", "ScriptDuration"):
             times = [each[name] for each in loads]
             print(f"{name}: median {statistics.median(times):.0f} ms, {min(times):.0f} to {max(times):.0f}")
 

@@ -99,8 +99,8 @@ def test_a_partial_correlation_is_that_of_what_the_third_leaves() -> None:
 def test_a_partial_correlation_takes_out_several() -> None:
     """x and y have nothing in common but the sum of two others, neither of which explains it alone."""
     one, other = RANDOM.normal(size=(2, 400))
-    x, y = (one + other + 0.3 * RANDOM.normal(size=400) for _ in range(2))
-    assert partial_correlation(x, y, one) > 0.7 and partial_correlation(x, y, other) > 0.7
+    x, y = (one + other + RANDOM.normal(size=400) for _ in range(2))
+    assert partial_correlation(x, y, one) > 0.3 and partial_correlation(x, y, other) > 0.3
     assert abs(partial_correlation(x, y, one, other)) < 0.2
 
 

@@ -172,6 +172,7 @@ def test_health_is_told_only_where_something_was_judged(whole: Path) -> None:
     text = text_of(page_of(whole, replace(few, verdicts=(GOOD,))))
     assert "nothing found; 2 not judged" in text and "too early" not in text
     assert "nothing found" in text_of(page_of(whole, said(GOOD)))
+    assert "too early" in text_of(page_of(whole, replace(few, verdicts=(replace(ILL, severity="note"),))))
 
 
 def test_a_page_of_a_run_of_few_steps_does_not_call_it_healthy(whole: Path, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ class Examination:
 
     @property
     def too_early(self) -> bool:
-        """Whether nothing was found because nothing could be called healthy either."""
-        return not self.verdicts
+        """Whether nothing serious was found, and nothing could be called healthy either."""
+        return all(each.severity == "note" for each in self.verdicts)
 
     @property
     def reasons(self) -> dict[str, list[str]]:
