@@ -121,4 +121,4 @@ def test_a_precision_gap_is_named_as_the_cause_of_a_negative_kl(tmp_path: Path) 
 def test_a_reference_in_four_bits_biases_the_kl(tmp_path: Path) -> None:
     changes: Tree = {"precision": {"reference": "nf4", "max_reference_bias": 10.0}}
     verdicts = found(examined(patient(tmp_path, changes=changes, learning_rate=1e-4)), "precision gap")
-    assert verdicts["precision gap"].remedy.startswith("precision.reference = 'auto'")
+    assert verdicts["precision gap"].remedy.startswith("precision.reference = 'bfloat16'"), "the bound stays read"

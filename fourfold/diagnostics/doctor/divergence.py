@@ -8,6 +8,7 @@ import numpy
 import torch
 
 from fourfold.batch import Experience
+from fourfold.config import RunConfig
 from fourfold.config.schema import ReferenceSection
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.remedies import first_taken
@@ -75,7 +76,8 @@ def kl_negative(records: Records) -> Finding:
         f"mean of log p(actor) - log p(reference) {per_token.value:+.3g} ± {per_token.error:.1g} nats a token in steps "
         f"{k1.end_steps[0]} to {k1.end_steps[1]} (limit -{NEGATIVE}); {said}"
     )
-    remedy = causes[0][1].remedy if causes else "reference.model = ''  # the actor as it was at step 0"
+    plain = "reference.model = ''  # the actor as it was at step 0" if records.config.reference.model else ""
+    remedy = causes[0][1].remedy if causes else first_taken(records.config, plain)
     return Finding(evidence, per_token.below(-NEGATIVE), remedy, k1.end_steps)
 
 
@@ -126,12 +128,7 @@ def wrong_reference(records: Records) -> Finding:
     if not given.starts_as_the_actor:
         raise CannotJudge(f"reference.{_named(given)} names another policy than the actor at step 0, as was asked for")
     if records.blamed == "reference":
-        remedy = first_taken(
-            records.config,
-            "reference.residency = 'keep'  # made of the actor's own weights here" * (given.residency == "service"),
-            "reference.engine = 'torch'  # computes as the actor does" * (given.engine != "torch"),
-        )
-        return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (0, 0))
+        return Finding(f"the run stopped: {records.failure}", 1.0, _held_here(records.config), (0, 0))
     return _distance_at_the_start(records)
 
 
@@ -157,7 +154,9 @@ def _distance_at_the_start(records: Records) -> Finding:
     )
     key = _named(reference).partition(" ")[0]
     default = "'step_0'" if key == "prior" else "''"
-    remedy = f"reference.{key} = {default}  # the reference is the actor as it is at step 0"
+    remedy = first_taken(
+        records.config, f"reference.{key} = {default}  # the reference is the actor as it is at step 0"
+    )
     return Finding(evidence, size.above(AT_START), remedy, (0, 0))
 
 
@@ -174,10 +173,22 @@ def precision_gap(records: Records) -> Finding:
         f"actor and reference, a KL of {kl.end.value:.3g} is told (limit: a quarter of it)"
     )
     config = records.config
-    remedy = f"precision.reference = 'auto'  # is {config.precision.reference!r}"
-    if not config.precision.reference_differs:
-        remedy = "reference.residency = 'keep'  # and reference.engine = 'torch'"
+    held = config.precision.reference
+    if config.precision.reference_differs:
+        why = f"rounds less than {held!r}; 'auto' does not round, and leave precision.max_reference_bias out then"
+        finer = f"precision.reference = 'bfloat16'  # {why}" if held != "bfloat16" else ""
+        remedy = first_taken(config, f"precision.reference = 'auto'  # is {held!r}", finer)
+    else:
+        remedy = _held_here(config)
     return Finding(evidence, found.above(limit), remedy, kl.end_steps)
+
+
+def _held_here(config: RunConfig) -> str:
+    """The setting that has the reference computed as the actor is; "" where it is already."""
+    given = config.reference
+    engine = "reference.engine = 'torch'  # computes as the actor does" if given.engine != "torch" else ""
+    away = f"reference.residency = 'keep'  # is {given.residency!r}" if given.residency != "keep" else ""
+    return first_taken(config, engine, away)
 
 
 def stale_data(records: Records) -> Finding:
@@ -252,7 +263,8 @@ DIAGNOSES = (
         "Pre-flight's bias of the same weights, nats a response, with its standard error over responses; confidence "
         f"that its size is above a quarter of the KL that is told in the last third of the steps (at least "
         f"{NEGATIVE}).",
-        "`precision.reference` = 'auto'.",
+        "`precision.reference` = 'auto', or one that rounds less; `reference.engine` = 'torch', "
+        "`reference.residency` = 'keep'.",
         precision_gap,
     ),
     Diagnosis(
