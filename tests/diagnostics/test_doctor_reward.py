@@ -83,7 +83,7 @@ def test_a_reward_of_length_is_named_unless_a_judge_likes_it_too(
     def letters(texts: list[str]) -> list[float]:
         read.extend(texts)
         responses = [re.split(r"(\w+) \1 \1", text)[-1] for text in texts]
-        return [len(text) + 0.5 * (zlib.crc32(text.encode()) % 2) for text in responses]
+        return [float(len(text)) for text in responses]
 
     monkeypatch.setattr(opinions, "make_judge", lambda name: letters)
     found(examine(tmp_path / "run"), also=also)
