@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 NAMES = ("prior", "sharing", "critic-init", "ratio")
 SOME_FAILED = 3
@@ -31,8 +32,10 @@ def run(args: argparse.Namespace) -> int:
     """`fourfold study NAME CONFIG`."""
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps {args.steps}: allowed are 1 or more")
-    if bad := [seed for seed in args.seeds if seed < 0] or len(set(args.seeds)) < len(args.seeds):
-        raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: {bad}; allowed: numbers from 0 on, each once")
+    if below := [str(seed) for seed in args.seeds if seed < 0]:
+        raise ValueError(f"--seeds: given {', '.join(below)}; allowed: numbers from 0 on, each once")
+    _each_once("--seeds", args.seeds)
+    _each_once("--variants", args.variants)
     from fourfold.config import load_config
 
     config = load_config(args.config, args.overrides)
@@ -48,3 +51,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{report['output']}/{PAGE} has the curves; open it in a browser")
     failed = any(run["status"] == "failed" for each in report["variants"].values() for run in each["runs"])
     return SOME_FAILED if failed else 0
+
+
+def _each_once(option: str, given: Sequence[object]) -> None:
+    if twice := [str(each) for each in dict.fromkeys(given) if given.count(each) > 1]:
+        raise ValueError(f"{option}: given {', '.join(twice)} more than once; allowed: each once")

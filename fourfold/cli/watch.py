@@ -7,6 +7,7 @@ step.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 
@@ -19,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`fourfold watch RUN`."""
-    if not args.every > 0:
-        raise ValueError(f"--every {args.every}: allowed are seconds above 0")
+    if not 0 < args.every < math.inf:
+        raise ValueError(f"--every {args.every}: allowed: a finite number of seconds above 0")
     from rich.console import Console
 
     from fourfold.diagnostics.watch import Watch

@@ -94,6 +94,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         text = path.read_bytes().decode()
     except FileNotFoundError:
         raise ConfigError(str(path), ["no such file; `fourfold init` writes one to start from"]) from None
+    except IsADirectoryError:
+        own = f", such as {path / CONFIG}" if (path / CONFIG).is_file() else ""
+        raise ConfigError(str(path), [f"a folder; allowed: a TOML file of settings{own}"]) from None
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:

@@ -1,16 +1,15 @@
-"""The doctor's verdicts for pages and terminals that show more than these."""
+"""What the doctor says, for pages and terminals that show more than that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from fourfold.diagnostics.doctor import Verdict, diagnose
+from fourfold.diagnostics.doctor import Examination, examine
 
 
-def verdicts_of(root: Path) -> Sequence[Verdict] | str:
-    """What the doctor says of a run, the worst first; a text says why it says nothing."""
+def examination_of(root: Path) -> Examination | str:
+    """What the doctor says of a run; a text says why that is nothing."""
     try:
-        return diagnose(root)
+        return examine(root)
     except ValueError as error:
         return str(error)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config import RunConfig
-from fourfold.diagnostics.doctor_says import verdicts_of
+from fourfold.diagnostics.doctor_says import examination_of
 from fourfold.diagnostics.predicted import memory_of, time_of
 from fourfold.diagnostics.report_page import Contents, report_page
 from fourfold.diagnostics.run_record import read_run
@@ -27,7 +27,7 @@ def write_report(root: Path, file: Path, asked: Asked) -> Contents:
     """Write the page of a run as it stands; returns what is on it."""
     record = read_run(root)
     contents = Contents(
-        record, verdicts_of(root), _xray(root, record.config, asked), memory_of(record), time_of(record)
+        record, examination_of(root), _xray(root, record.config, asked), memory_of(record), time_of(record)
     )
     write_atomically(file, report_page(contents))
     return contents

@@ -15,7 +15,7 @@ from typing import Literal
 import psutil
 
 from fourfold.diagnostics.run_files import STATE
-from fourfold.errors import Interrupted
+from fourfold.errors import Interrupted, RunFailed
 from fourfold.files import write_atomically
 
 State = Literal["running", "finished", "interrupted", "failed", "killed", "unknown"]
@@ -28,12 +28,14 @@ MESSAGE_CHARACTERS = 4000
 class RunState:
     """What the last process on a run has said of itself; "killed" and "unknown" are what a reader makes of it.
 
-    `said` is the message of an error; `since` and `at` are seconds since 1970: when the process began, when it wrote.
+    `said` is the message of an error, `blamed` who was at fault (RunFailed); `since` and `at` are seconds since 1970:
+    when the process began, when it wrote.
     """
 
     state: State
     stages: tuple[str, ...] = ()
     said: str = ""
+    blamed: str = ""
     process: int = 0
     born: float = 0.0
     host: str = ""
@@ -86,9 +88,19 @@ def noted_state(root: Path, stages: Sequence[str]) -> Iterator[None]:
         stopped = isinstance(error, KeyboardInterrupt | Interrupted)
         said = str(error)[:MESSAGE_CHARACTERS] or type(error).__name__
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
-            _write(root, replace(begun, state="interrupted" if stopped else "failed", said=said, at=time.time()))
+            ended = replace(begun, state="interrupted" if stopped else "failed", said=said, at=time.time())
+            _write(root, replace(ended, blamed=_blamed(error)))
         raise
     _write(root, replace(begun, state="finished", at=time.time()))
+
+
+def _blamed(error: BaseException | None) -> str:
+    """Whom the error, or one that has led to it, blames: the layers that an error passes add to its message alone."""
+    while error is not None:
+        if isinstance(error, RunFailed) and error.blamed:
+            return error.blamed
+        error = error.__cause__
+    return ""
 
 
 def _write(root: Path, state: RunState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.diagnostics.doctor import Verdict, by_severity
-from fourfold.diagnostics.doctor_says import verdicts_of
+from fourfold.diagnostics.doctor import Examination, by_severity
+from fourfold.diagnostics.doctor_says import examination_of
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.run_files import STATE
 from fourfold.diagnostics.run_record import Points, RunRecord, read_run
@@ -64,7 +64,7 @@ def sparkline(points: Points, width: int, levels: str) -> str:
     return "".join(said)
 
 
-def frame(record: RunRecord, verdicts: Sequence[Verdict] | str, glyphs: Glyphs, width: int) -> RenderableType:
+def frame(record: RunRecord, doctor: Examination | str, glyphs: Glyphs, width: int) -> RenderableType:
     """All that is shown of a run as it stands."""
     parts: list[RenderableType] = [_title(record)]
     if record.state.said and not record.finished:
@@ -76,7 +76,7 @@ def frame(record: RunRecord, verdicts: Sequence[Verdict] | str, glyphs: Glyphs, 
     else:
         parts.append(Text(f"stages {', '.join(record.config.stages)}, without ppo: there are no steps to show"))
         return Group(*parts)
-    parts += ["", *_verdicts(verdicts)]
+    parts += ["", *_verdicts(doctor)]
     return Group(*parts)
 
 
@@ -127,18 +127,21 @@ def _phases(record: RunRecord, glyphs: Glyphs) -> Table:
     return table
 
 
-def _verdicts(verdicts: Sequence[Verdict] | str) -> Iterator[Text]:
-    if isinstance(verdicts, str):
-        yield Text(f"doctor: {verdicts}", "bright_black")
+def _verdicts(found: Examination | str) -> Iterator[Text]:
+    if isinstance(found, str):
+        yield Text(f"doctor: {found}", "bright_black")
         return
-    wrong = [each for each in by_severity(verdicts) if each.severity != "good"]
+    wrong = [each for each in by_severity(found.verdicts) if each.severity != "good"]
     for each in wrong[:NEEDS_ATTENTION]:
-        line = Text(f"{each.severity}: ", STYLES[each.severity])
-        yield line.append_text(visible(f"{each.name}: {each.evidence}")).append(f"  try {each.remedy}", "bright_black")
+        line, tried = Text(f"{each.severity}: ", STYLES[each.severity]), f"  try {each.remedy}" if each.remedy else ""
+        yield line.append_text(visible(f"{each.name}: {each.evidence}")).append(tried, "bright_black")
     if len(wrong) > NEEDS_ATTENTION:
         yield Text(f"and {len(wrong) - NEEDS_ATTENTION} more: fourfold doctor", "bright_black")
-    if not wrong:
-        yield Text("doctor: nothing found", "green")
+    left = f"{len(found.unjudged)} not judged"
+    if found.too_early:
+        yield Text(f"doctor: too early: {left}", "yellow")
+    elif not wrong:
+        yield Text("doctor: nothing found", "green").append(f"; {left}" if found.unjudged else "", "bright_black")
 
 
 def line_of(row: dict[str, float]) -> str:
@@ -162,7 +165,7 @@ class Watch:
         self._glyphs = Glyphs.of(self.console)
         self._asked = -float("inf")
         self._seen: tuple[float, ...] = ()
-        self._verdicts: Sequence[Verdict] | str = ""
+        self._doctor: Examination | str = ""
 
     def once(self) -> None:
         """Print the run as it stands."""
@@ -201,5 +204,5 @@ class Watch:
 
     def _frame(self, record: RunRecord) -> RenderableType:
         if self.clock() - self._asked >= DOCTOR_SECONDS or record.state.ended:
-            self._verdicts, self._asked = verdicts_of(self.root), self.clock()
-        return frame(record, self._verdicts, self._glyphs, self.console.width)
+            self._doctor, self._asked = examination_of(self.root), self.clock()
+        return frame(record, self._doctor, self._glyphs, self.console.width)

@@ -32,9 +32,11 @@ class RewardPart:
         """RunFailed where the settings want the run to stop at rows that are not valid."""
         failed = int((~valid).sum())
         if failed and self.on_failure == "stop":
+            key = f"reward.parts.{self.name}"
             raise RunFailed(
-                f"score: reward.parts.{self.name}: {failed} of {len(valid)} responses got no valid score (None, NaN or "
-                f'infinite); mend that part, or set reward.parts.{self.name}.on_failure = "drop"'
+                f"score: {key}: {failed} of {len(valid)} responses got no valid score (None, NaN or infinite); mend "
+                f'that part, or set {key}.on_failure = "drop"',
+                blamed=key,
             )
 
 
@@ -85,7 +87,7 @@ def combined(
     valid: Bool[Tensor, "batch dimensions"],
     weights: Float32[Tensor, "batch dimensions"],
 ) -> tuple[Float32[Tensor, "batch"], Bool[Tensor, "batch"]]:
-    """The weighted sum of the parts' scores, and where it is valid; RunFailed where a part's failures stop the run."""
+    """The weighted sum of the parts' scores, and where it is valid; RunFailed where a part's failure stops a run."""
     for index, part in enumerate(parts):
         part.require(valid[:, index])
     return combine_scores(scores, weights), valid.all(dim=1)

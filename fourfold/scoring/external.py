@@ -54,7 +54,8 @@ class ExternalReward:
             bad = int((~valid).any(dim=1).sum())
             raise RunFailed(
                 f"score: the reward model's scores of {bad} of {len(valid)} responses are not finite; "
-                "the last good checkpoint is kept; its weights are damaged, or precision.reward is too narrow for them"
+                "the last good checkpoint is kept; its weights are damaged, or precision.reward is too narrow for them",
+                blamed="reward model",
             )
         return (scores, valid) if scores.shape[1] > 1 else (scores[:, 0], valid[:, 0])
 

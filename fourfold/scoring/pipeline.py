@@ -91,12 +91,14 @@ def learnable(scored: ScoredRollout, valid: Tensor, *, truncation: str, on_failu
     if failed and on_failure == "stop":
         raise RunFailed(
             f"score: {failed} of {len(valid)} responses got no valid score (None, NaN or infinite); "
-            'mend the reward, or set reward.on_failure = "drop"'
+            'mend the reward, or set reward.on_failure = "drop"',
+            blamed="reward",
         )
     kept = valid & ~scored.truncated if truncation == "drop" else valid
     if not bool(kept.any()):
-        raise RunFailed(
+        said = (
             f"score: no response can be learned from: {failed} without a valid score, {int(scored.truncated.sum())} "
             "cut by length; raise sampling.max_new_tokens or mend the reward"
         )
+        raise RunFailed(said, blamed="reward") if failed else RunFailed(said)
     return kept.nonzero()[:, 0]

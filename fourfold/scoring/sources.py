@@ -58,7 +58,8 @@ class ModelReward:
         if not bool(valid.all()):
             raise RunFailed(
                 f"score: the reward model's scores of {int((~valid).sum())} of {len(valid)} responses are not finite; "
-                "its weights are damaged; the last good checkpoint is kept; train the reward model again"
+                "its weights are damaged; the last good checkpoint is kept; train the reward model again",
+                blamed="reward model",
             )
         return scores, valid
 
@@ -130,18 +131,21 @@ class FunctionReward:
                     continue
                 said = f"{self._who} failed {attempt + 1} times, last with {type(error).__name__}: {error}"
                 if self._on_failure == "stop":
-                    raise RunFailed(f"score: {said}; mend it, or raise {self._key}.retries") from error
+                    raise self._failure(f"{said}; mend it, or raise {self._key}.retries") from error
                 log.warning("%s; its %d responses are left out", said, len(responses))
                 return [None] * len(responses)
             if len(numbers) != len(responses):
-                raise RunFailed(f"score: {self._who} returned {len(numbers)} numbers for {len(responses)} responses")
+                raise self._failure(f"{self._who} returned {len(numbers)} numbers for {len(responses)} responses")
             for number in numbers:
                 if number is not None and not hasattr(number, "__float__"):
-                    raise RunFailed(
-                        f"score: {self._who} returned {number!r} ({type(number).__name__}); allowed: a number or None"
+                    raise self._failure(
+                        f"{self._who} returned {number!r} ({type(number).__name__}); allowed: a number or None"
                     )
             return numbers
         raise AssertionError("unreachable: the loop returns or raises")
+
+    def _failure(self, said: str) -> RunFailed:
+        return RunFailed(f"score: {said}", blamed=self._key)
 
     def _call(self, prompts: list[str], responses: list[str]) -> list[float | None]:
         """What the function returns; TimeoutError where it has not in time.

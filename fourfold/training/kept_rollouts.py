@@ -52,7 +52,7 @@ class KeptRollouts:
         Under `ppo.truncation` = "drop" rows that were cut by length are among them.
         """
         if not bool(valid.any()):
-            raise RunFailed("evaluation: no held-out response got a valid score; mend the reward")
+            raise RunFailed("evaluation: no held-out response got a valid score; mend the reward", blamed="reward")
         scored = scored.select(valid.nonzero()[:, 0])
         experience = estimate_advantages(scored, self.config.ppo, progress.shaping_of(scored))
         if self.config.evaluation.keep_rollouts:

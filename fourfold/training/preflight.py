@@ -251,7 +251,8 @@ def _measure(
         # Elsewhere other kernels compute, and a service makes the trunk's activations anew: as between the sampler and
         # the trainer.
         allowed = bounds.sampler if result.reference_where else bounds.kl
-        _require("KL to the reference is not 0 at step 0", kl, allowed, "the reference is not the actor as it starts")
+        cause = "the reference is not the actor as it starts"
+        _require("KL to the reference is not 0 at step 0", kl, allowed, cause, blamed="reference")
     _require(
         "sampler and trainer disagree on log-probs",
         sampler,
@@ -322,9 +323,10 @@ def _gap(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, float]:
     return float(gaps.mean()), float(gaps.max())
 
 
-def _require(what: str, gap: tuple[float, float], bound: tuple[float, float], cause: str) -> None:
+def _require(what: str, gap: tuple[float, float], bound: tuple[float, float], cause: str, *, blamed: str = "") -> None:
     if not (gap[0] <= bound[0] and gap[1] <= bound[1]):
         raise RunFailed(
             f"pre-flight: {what}: mean {gap[0]:.2e}, max {gap[1]:.2e} nats a token "
-            f"(allowed {bound[0]:.0e} and {bound[1]:.0e}); likely: {cause}"
+            f"(allowed {bound[0]:.0e} and {bound[1]:.0e}); likely: {cause}",
+            blamed=blamed,
         )

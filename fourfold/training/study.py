@@ -18,7 +18,7 @@ from typing import Any
 
 from fourfold.config import RunConfig
 from fourfold.config.checks import is_given
-from fourfold.config.loading import with_settings
+from fourfold.config.loading import CONFIG, with_settings
 from fourfold.diagnostics.study_page import study_page
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import RunFailed
@@ -62,6 +62,11 @@ class Planned:
 def run_study(study: Study, config: RunConfig, asked: Asked, say: Say) -> dict[str, Any]:
     """Carry out what is not done yet; returns (and writes) the report. Where a variant fails the others go on."""
     root = Path(asked.output or f"{config.output.rstrip('/')}-{study.name}").expanduser()
+    if (root / CONFIG).is_file():
+        raise ValueError(
+            f"--output: {root} is the folder of a run (it has {CONFIG}), which variants would be put into; give a "
+            "folder of its own"
+        )
     config = _prepared(study, config, asked)
     seeds = list(asked.seeds) or [config.seed]
     planned = plan(study, config, asked, root)

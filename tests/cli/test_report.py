@@ -44,7 +44,9 @@ def test_the_page_can_go_elsewhere_and_says_what_is_missing(
         (["report", "no-run", "--out", "no/such/page.html"], "there is no folder 'no/such'"),
         (["report", "no-run", "--out", "."], "--out .: is a folder"),
         (["watch", "no-run", "--once"], "'no-run' is not the folder of a run"),
-        (["watch", "no-run", "--every", "0"], "--every 0.0: allowed are seconds above 0"),
+        (["watch", "no-run", "--every", "0"], "--every 0.0: allowed: a finite number of seconds above 0"),
+        (["watch", "no-run", "--every", "inf"], "--every inf: allowed: a finite number of seconds above 0"),
+        (["watch", "no-run", "--every", "nan"], "--every nan: allowed: a finite number of seconds above 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

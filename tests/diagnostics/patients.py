@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
@@ -14,14 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.diagnostics.doctor import Examination, Verdict, examine
+from fourfold.config.loading import ConfigError, apply_override, given_settings, parse_config
+from fourfold.diagnostics.doctor import DIAGNOSES, Examination, Verdict, examine
+from fourfold.diagnostics.doctor.records import CannotJudge, read_records
 from fourfold.errors import RunFailed
+from fourfold.models.roles import Policy
 from fourfold.rollout import decoder
 from fourfold.rollout.draw import draw_tokens
 from fourfold.rollout.local import LocalSampler
-from fourfold.training import value_lesson
+from fourfold.training import ppo, value_lesson
 from tiny import sentences, tiny_directory
-from training.runs import Tree, by_function, merged, run, settings
+from training.runs import Tree, by_function, make_config, merged, run, settings
 
 # The last word of a prompt, and what it is worth: a critic can know it, on held-out prompts too.
 WORTH = {" the": -1.5, " and": -0.5, " with": 0.5, " a": 1.5}
@@ -164,7 +169,7 @@ def patient(
     *,
     seed: int = 0,
     family: str = "llama",
-    **ppo: Any,
+    **given: Any,
 ) -> Tree:
     """The settings of a run of some seconds: 15 steps of 32 responses of at most 8 tokens, evaluated every fifth."""
     if not (folder / family).is_dir():
@@ -172,7 +177,7 @@ def patient(
     chosen = {
         "steps": STEPS, "rollout_batch_size": ROWS, "mini_batch_size": ROWS, "micro_batch_size": ROWS, "num_epochs": 4,
         "learning_rate": 2e-3,
-    } | ppo  # fmt: skip
+    } | given  # fmt: skip
     tree = merged(
         by_function("", **chosen),
         {
@@ -196,7 +201,36 @@ def examined(tree: Tree) -> Examination:
     calls = 0
     with contextlib.suppress(RunFailed):
         run(tree)
+    assert refused_remedies(Path(tree["output"]), tree) == []
     return examine(Path(tree["output"]))
+
+
+def refused_remedies(folder: Path, given: Tree) -> list[str]:
+    """Proposals of all diagnoses that can be judged, named or not, which the settings as given refuse (FAULTS J10)."""
+    records, refused = read_records(folder), list[str]()
+    for diagnosis in DIAGNOSES:
+        with contextlib.suppress(CannotJudge):
+            remedy = diagnosis.judge(records).remedy
+            tree = given_settings(make_config(given))
+            for line in filter(None, remedy.split("#")[0].strip().split("; ")):
+                key, equals, value = line.partition(" = ")
+                assert equals and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", key), remedy
+                apply_override(tree, f"{key}={value}")
+            try:
+                parse_config(tree, source=diagnosis.name)
+            except ConfigError as error:
+                refused.append(f"{remedy}: {error}")
+    return refused
+
+
+def by_parts(**parts: Tree) -> Tree:
+    """Changes for `patient`: paid by the sum of these."""
+    return {"reward": {"source": "combined", "function": None, "parts": parts}}
+
+
+def by(function: str, **given: Any) -> Tree:
+    """A part of the reward: a function of this module."""
+    return {"source": "function", "function": f"diagnostics.patients:{function}", **given}
 
 
 def found(examination: Examination, *expected: str, also: Set[str] = frozenset()) -> dict[str, Verdict]:
@@ -261,6 +295,39 @@ def old_log_probs_at(temperature: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalSampler, "generate", generate)
         yield
+
+
+@contextlib.contextmanager
+def reference_with(change: Callable[[Policy], None]) -> Iterator[None]:
+    """Something has happened to the reference when the roles are put together."""
+    real = ppo.assemble
+
+    def assemble(*given: Any) -> Any:
+        models = real(*given)
+        change(models.reference)
+        return models
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "assemble", assemble)
+        yield
+
+
+def loses_a_fifth_of_its_sum(reference: Policy) -> None:
+    """Its softmax is not normalised, as where small numbers are rounded away: log p is log(1 / 0.8) too high."""
+    real = reference.log_probs
+
+    def log_probs(activations: Any, rollout: Any, temperature: float, **given: Any) -> Any:
+        found, entropies = real(activations, rollout, temperature, **given)
+        return torch.where(rollout.response_mask, found - math.log(0.8), found), entropies
+
+    reference.log_probs = log_probs
+
+
+def has_other_weights(reference: Policy) -> None:
+    """Those of its own layers are not the actor's."""
+    drawn = torch.Generator().manual_seed(3)
+    for weight in reference.branch.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=drawn)
 
 
 @contextlib.contextmanager

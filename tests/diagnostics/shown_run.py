@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fourfold.diagnostics.doctor import Examination
 from training.runs import by_function, merged, run, settings
 
 # What a model could write, or a user could name: markup, quotes, direction marks, control codes, half a character.
@@ -29,6 +30,21 @@ class Said:
 
 
 ILL = Said("entropy collapse", "ill", "entropy fell from 4.7 to 0.1", 0.9, "ppo.entropy_coef = 0.02", (2, 4))
+
+
+@dataclass(frozen=True)
+class Unsaid:
+    """What the doctor could not judge."""
+
+    name: str
+    reason: str
+
+
+def said(*verdicts: Any, unjudged: tuple[Any, ...] = ()) -> Any:
+    """An examination with these verdicts."""
+    return Examination("", verdicts, unjudged)
+
+
 GOOD = Said("ratio", "good", "1.00 in every step", 1.0, "", (1, 4))
 
 

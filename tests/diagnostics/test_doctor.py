@@ -6,19 +6,21 @@ import contextlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from diagnostics.patients import WORTH, examined, found, patient
+from diagnostics import patients
+from diagnostics.patients import WORTH, by, by_parts, examined, found, patient
 from fourfold.cli.main import main
 from fourfold.config.describe import all_settings
-from fourfold.config.loading import apply_override, parse_config, read_toml
-from fourfold.diagnostics.doctor import DIAGNOSES, Diagnosis, diagnose, examine
-from fourfold.diagnostics.doctor.records import CannotJudge, read_records
-from fourfold.diagnostics.doctor.verdict import CONFIDENT
+from fourfold.diagnostics.doctor import DIAGNOSES, diagnose, examine
+from fourfold.diagnostics.doctor.verdict import CONFIDENT, Finding
 from fourfold.diagnostics.run_state import noted_state
 from fourfold.errors import Interrupted
+from tiny import tiny_directory
+from training.runs import Tree, merged
 
 SEEDS = range(5)
 FAMILIES = ("critic", "policy", "reward", "system")
@@ -165,19 +167,29 @@ def test_every_setting_that_a_remedy_names_exists(verdict: str) -> None:
     assert known >= set(named), named
 
 
-@pytest.mark.parametrize("diagnosis", DIAGNOSES, ids=lambda each: each.name)
-def test_every_line_that_a_remedy_proposes_is_a_setting(healthy_run: Path, diagnosis: Diagnosis) -> None:
-    """FAULTS J10: what stands before the '#', given as overrides of this run's settings, is taken."""
-    try:
-        remedy = diagnosis.judge(read_records(healthy_run)).remedy
-    except CannotJudge:
-        pytest.skip("this run has no data for it")
-    tree = read_toml(healthy_run / "config.toml")
-    for line in remedy.split("  #")[0].split("; "):
-        key, _, value = line.partition(" = ")
-        assert key in all_settings()
-        apply_override(tree, f"{key}={value}")
-    parse_config(tree, source="remedy")
+OTHERS: dict[str, Tree] = {
+    "a critic of its own": {"critic": {"init": None, "model": "other"}},
+    "parts": by_parts(one=by("healthy"), two=by("noise", weight=0.1)),
+    "parts that drop rows": by_parts(one=by("healthy", on_failure="drop"), two=by("noise", weight=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_remedies_are_settings_of_other_runs_too(tmp_path: Path, name: str) -> None:
+    """FAULTS J10: `examined` tries the proposals of every diagnosis on the run's own settings; here on more kinds."""
+    changes = OTHERS[name]
+    if "critic" in changes:
+        tiny_directory(tmp_path / "other", layers=2, seed=7)
+        changes = merged(changes, {"critic": {"model": str(tmp_path / "other")}})
+    assert examined(patient(tmp_path, changes=changes, steps=6)).verdicts
+
+
+def test_a_remedy_that_the_settings_refuse_is_noticed(healthy_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Finding("", 1.0, "critic.layers = 99; critic.model = 'x'  # nonsense", (1, 1))
+    false = replace(DIAGNOSES[0], judge=lambda records: wrong)
+    monkeypatch.setattr(patients, "DIAGNOSES", (*DIAGNOSES, false))
+    [refused] = patients.refused_remedies(healthy_run, patient(healthy_run.parent))
+    assert "critic.layers" in refused
 
 
 def test_the_words_of_the_healthy_run_are_four() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 from diagnostics.patients import (
     examined,
     found,
+    has_other_weights,
+    loses_a_fifth_of_its_sum,
     old_log_probs_at,
     only_the_best,
     patient,
+    reference_with,
     replaying,
     sampling_by,
 )
 from tiny import tiny_directory
-from training.runs import Tree
+from training.runs import Tree, merged
 
 
 def test_a_reward_for_one_letter_without_kl_is_hacked(tmp_path: Path) -> None:
@@ -73,13 +79,46 @@ def test_replayed_rollouts_are_stale_and_make_kl_negative_by_their_sampling(tmp_
     assert "up to 13 steps old" in verdicts["stale data"].evidence
 
 
-def test_another_model_as_reference_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prior", ["model", "uniform"])
+def test_a_prior_that_was_chosen_is_no_fault(tmp_path: Path, prior: str) -> None:
     other = tiny_directory(tmp_path / "other", layers=2, seed=7)
-    verdicts = found(examined(patient(tmp_path, changes={"reference": {"model": str(other)}})), "wrong reference")
-    assert verdicts["wrong reference"].remedy.startswith("reference.model = ''")
+    reference: Tree = {"model": str(other)} if prior == "model" else {"prior": "uniform"}
+    examination = examined(patient(tmp_path, changes={"reference": reference}, steps=8))
+    found(examination)
+    reasons = {each.name: each.reason for each in examination.unjudged}
+    assert "names another policy than the actor at step 0, as was asked for" in reasons["wrong reference"]
+
+
+def test_a_reference_of_other_weights_than_the_actor_starts_with_is_named(tmp_path: Path) -> None:
+    """Pre-flight stops the run."""
+    with reference_with(has_other_weights):
+        examination = examined(patient(tmp_path, steps=2))
+    verdicts = found(examination, "wrong reference")
+    assert "KL to the reference is not 0 at step 0" in verdicts["wrong reference"].evidence
+
+
+def test_a_wrong_reference_is_named_as_the_cause_of_a_negative_kl(tmp_path: Path) -> None:
+    """The same weights as a model of its own, whose log-probs are too high."""
+    tree = patient(tmp_path, steps=8, learning_rate=1e-4)
+    with reference_with(loses_a_fifth_of_its_sum):
+        examination = examined(merged(tree, {"reference": {"model": str(tmp_path / "llama")}}))
+    verdict = found(examination, "KL negative")["KL negative"]
+    assert "; wrong reference: before the first step" in verdict.evidence
+    assert not re.search("sampling options:|precision gap:", verdict.evidence)
+    assert verdict.remedy.startswith("reference.model = ''")
+
+
+def test_a_precision_gap_is_named_as_the_cause_of_a_negative_kl(tmp_path: Path) -> None:
+    changes: Tree = {"precision": {"reference": "nf4", "max_reference_bias": 10.0}}
+    with reference_with(loses_a_fifth_of_its_sum):
+        examination = examined(patient(tmp_path, changes=changes, steps=8, learning_rate=1e-4))
+    verdicts = found(examination, "KL negative", "precision gap")
+    assert "; precision gap: the same weights differ by -" in verdicts["KL negative"].evidence
+    assert not re.search("sampling options:|wrong reference:", verdicts["KL negative"].evidence)
+    assert verdicts["KL negative"].remedy == verdicts["precision gap"].remedy
 
 
 def test_a_reference_in_four_bits_biases_the_kl(tmp_path: Path) -> None:
     changes: Tree = {"precision": {"reference": "nf4", "max_reference_bias": 10.0}}
     verdicts = found(examined(patient(tmp_path, changes=changes, learning_rate=1e-4)), "precision gap")
-    assert verdicts["precision gap"].remedy.startswith("precision.reference = 'auto'")
+    assert verdicts["precision gap"].remedy.startswith("precision.reference = 'bfloat16'"), "the bound stays read"

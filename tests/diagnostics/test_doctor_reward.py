@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
-from diagnostics.patients import examined, found, patient, write_pairs
+import pytest
+import torch
+
+from diagnostics.patients import by, by_parts, examined, found, patient, write_pairs
+from fourfold.diagnostics.doctor import DIAGNOSES, examine, opinions
+from fourfold.diagnostics.doctor.records import read_records
+from fourfold.diagnostics.kept import training_files
+from scoring.service.test_texts import answering, lengths, says
 from training.runs import Tree
 
 NOISE = {"critic underfit: variance", "critic plateau"}
@@ -34,9 +44,74 @@ def test_a_function_that_raises_is_a_failing_scorer(tmp_path: Path) -> None:
     found(examined(patient(tmp_path, "raises", {"reward": {"retries": 0}})), "failing scorer")
 
 
-def test_a_reward_of_length_is_named(tmp_path: Path) -> None:
+def test_a_part_that_raises_is_a_failing_scorer(tmp_path: Path) -> None:
+    """The remedy is a setting of that part."""
+    parts = by_parts(known=by("healthy"), gone=by("raises", retries=0))
+    examination = examined(patient(tmp_path, changes=parts))
+    verdict = found(examination, "failing scorer")["failing scorer"]
+    assert "the function of reward.parts.gone failed 1 times, last with ConnectionError" in verdict.evidence
+    assert verdict.remedy.startswith("reward.parts.gone.on_failure = 'drop'")
+    assert examination.state.startswith("failed")
+
+
+def test_a_service_that_goes_away_is_a_failing_scorer(tmp_path: Path) -> None:
+    with answering(*[lengths] * 4, says(500, {"error": "out of order"})) as server:
+        tone: Tree = {"source": "http", "url": server.url, "retries": 0, "on_failure": "stop"}
+        examination = examined(patient(tmp_path, changes=by_parts(known=by("healthy"), tone=tone)))
+    verdict = found(examination, "failing scorer")["failing scorer"]
+    assert "out of order" in verdict.evidence and verdict.remedy.startswith("reward.parts.tone.on_failure = 'drop'")
+
+
+def test_a_part_that_leaves_rows_out_is_counted_and_named(tmp_path: Path) -> None:
+    """Not `reward.retries`, which nothing reads here."""
+    parts = by_parts(known=by("healthy"), some=by("none_for_some", on_failure="drop", retries=1))
+    verdict = found(examined(patient(tmp_path, changes=parts)), "failing scorer")["failing scorer"]
+    assert "of 480 responses got no valid score" in verdict.evidence and "reward.parts.some" in verdict.evidence
+    assert verdict.remedy.startswith("reward.parts.some.retries = 4 ")
+
+
+def test_a_reward_of_length_is_named_unless_a_judge_likes_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     also = {"critic underfit: bias", "critic plateau", "critic underfit: variance"}
-    found(examined(patient(tmp_path, "length")), "reward length bias", also=also)
+    verdicts = found(examined(patient(tmp_path, "length")), "reward length bias", also=also)
+    assert "with the mean score of the prompt's other responses taken out" in verdicts["reward length bias"].evidence
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace('judge = "none"', 'judge = "vader"'))
+    read: list[str] = []
+
+    def letters(texts: list[str]) -> list[float]:
+        read.extend(texts)
+        responses = [re.split(r"(\w+) \1 \1", text)[-1] for text in texts]
+        return [float(len(text)) for text in responses]
+
+    monkeypatch.setattr(opinions, "make_judge", lambda name: letters)
+    found(examine(tmp_path / "run"), also=also)
+    assert len(set(read)) > 20 and any(" the the the" in text for text in read), "prompt and response"
+    monkeypatch.setattr(opinions, "make_judge", lambda name: noise_of)
+    verdicts = found(examine(tmp_path / "run"), "reward length bias", also=also)
+    assert "other responses and the judge's verdict taken out" in verdicts["reward length bias"].evidence
+
+
+def noise_of(texts: list[str]) -> list[float]:
+    """A judge whose verdict has nothing to do with length."""
+    return [zlib.crc32(text.encode()) / 2**32 for text in texts]
+
+
+def test_what_is_good_and_long_by_the_prompt_is_no_length_bias(tmp_path: Path) -> None:
+    """Scores that only the prompt decides, and lengths that follow it; the kept rollout is changed to be so."""
+    examined(patient(tmp_path, steps=1))
+    files = training_files(tmp_path / "run")
+    kept = files.read(1)
+    prompts = [str(prompt) for prompt in opinions.prompts_of(kept)]
+    lengths = kept.lengths.double()
+    means = {each: float(lengths[[p == each for p in prompts]].mean()) for each in prompts}
+    drawn = torch.Generator().manual_seed(0)
+    scores = torch.tensor([means[each] for each in prompts]) + 0.01 * torch.randn(len(prompts), generator=drawn)
+    files.write(1, replace(kept, scores=scores))
+    found = next(each for each in DIAGNOSES if each.name == "reward length bias").judge(read_records(tmp_path / "run"))
+    plain, partial = (float(each) for each in re.findall(r"[+-]\d\.\d\d", found.evidence))
+    assert plain > 0.6 > abs(partial) and found.confidence < 0.5
 
 
 def test_a_reward_model_that_has_learned_a_coin_by_heart(tmp_path: Path) -> None:

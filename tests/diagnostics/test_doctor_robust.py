@@ -90,6 +90,18 @@ def test_a_partial_correlation_is_that_of_what_the_third_leaves() -> None:
     assert partial_correlation(x, y, z) == pytest.approx(correlation(*left), abs=1e-9)
     assert abs(partial_correlation(x, y, z)) < 0.2 < -float(numpy.asarray(spearmanr(x, y))[0])
     assert partial_correlation(x, y, x) == 0.0, "x says all of itself"
+    rx, ry, rz = rankdata(x), rankdata(y), rankdata(z)
+    xy, xz, yz = (correlation(*pair) for pair in ((rx, ry), (rx, rz), (ry, rz)))
+    closed = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
+    assert partial_correlation(x, y, z) == pytest.approx(closed, abs=1e-9)
+
+
+def test_a_partial_correlation_takes_out_several() -> None:
+    """x and y have nothing in common but the sum of two others, neither of which explains it alone."""
+    one, other = RANDOM.normal(size=(2, 400))
+    x, y = (one + other + RANDOM.normal(size=400) for _ in range(2))
+    assert partial_correlation(x, y, one) > 0.3 and partial_correlation(x, y, other) > 0.3
+    assert abs(partial_correlation(x, y, one, other)) < 0.2
 
 
 def test_fisher_covers() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from diagnostics.page_checks import colours, contrast, drawings, parsed, style_of
-from diagnostics.shown_run import GOOD, HOSTILE, ILL, STEPS, change_json, copy_of, make_run, set_state
+from diagnostics.shown_run import GOOD, HOSTILE, ILL, STEPS, Unsaid, change_json, copy_of, make_run, said, set_state
 from fourfold.diagnostics.metrics import METRICS, Band
 from fourfold.diagnostics.predicted import memory_of, time_of
 from fourfold.diagnostics.report import Asked, write_report
@@ -24,15 +24,17 @@ from fourfold.diagnostics.report_page.curves import HEIGHT, Curve, Line, axes_of
 from fourfold.diagnostics.run_record import MOST_POINTS, read_run, thinned
 from training.runs import merged, run, settings
 
+BOTH = said(ILL, GOOD)
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("shown"))
 
 
-def page_of(folder: Path, verdicts: Any = (ILL, GOOD), **changes: Any) -> str:
+def page_of(folder: Path, doctor: Any = BOTH, **changes: Any) -> str:
     record = replace(read_run(folder), **changes)
-    return report_page(Contents(record, verdicts, "none here", memory_of(record), time_of(record)), now=0.0)
+    return report_page(Contents(record, doctor, "none here", memory_of(record), time_of(record)), now=0.0)
 
 
 def text_of(page: str) -> str:
@@ -144,8 +146,7 @@ def test_what_models_write_and_users_name_is_text(whole: Path, tmp_path: Path) -
 
     plain = parsed(page_of(copy_of(whole, tmp_path / "plain", lambda folder: set_state(folder, "failed", "plainly"))))
     folder = copy_of(whole, tmp_path / "<b>&'\"", harm)
-    said = replace(ILL, name=HOSTILE, evidence=HOSTILE, remedy=HOSTILE)
-    page = page_of(folder, [said])
+    page = page_of(folder, said(replace(ILL, name=HOSTILE, evidence=HOSTILE, remedy=HOSTILE), GOOD))
     tags = parsed(page)
     assert tags.tags["script"] == 1 and not {"img", "b>"} & tags.tags.keys()
     assert tags.tags.keys() == plain.tags.keys()
@@ -156,10 +157,28 @@ def test_what_models_write_and_users_name_is_text(whole: Path, tmp_path: Path) -
 
 
 def test_verdicts_stand_with_the_worst_first(whole: Path) -> None:
-    text = text_of(page_of(whole, [GOOD, replace(ILL, severity="note", name="a note"), ILL]))
+    text = text_of(page_of(whole, said(GOOD, replace(ILL, severity="note", name="a note"), ILL)))
     assert text.index("entropy collapse") < text.index("a note") < text.index("1.00 in every step")
     assert "90% sure" in text and "steps 2 to 4" in text and "ppo.entropy_coef = 0.02" in text
     assert "doctor: not asked" in text_of(page_of(whole, "not asked"))
+
+
+def test_health_is_told_only_where_something_was_judged(whole: Path) -> None:
+    """With only two steps logged the doctor can call nothing healthy."""
+    few = said(unjudged=(Unsaid("KL runaway", "6 steps are needed"), Unsaid("stale data", "6 steps are needed")))
+    text = text_of(page_of(whole, few))
+    assert "too early" in text and "2 not judged" in text and "KL runaway, stale data: 6 steps are needed" in text
+    assert "nothing found" not in text
+    text = text_of(page_of(whole, replace(few, verdicts=(GOOD,))))
+    assert "nothing found; 2 not judged" in text and "too early" not in text
+    assert "nothing found" in text_of(page_of(whole, said(GOOD)))
+    assert "too early" in text_of(page_of(whole, replace(few, verdicts=(replace(ILL, severity="note"),))))
+
+
+def test_a_page_of_a_run_of_few_steps_does_not_call_it_healthy(whole: Path, tmp_path: Path) -> None:
+    contents = write_report(whole, tmp_path / "page.html", Asked(samples=0))
+    assert not isinstance(contents.doctor, str) and not contents.doctor.verdicts and contents.doctor.unjudged
+    assert "too early" in text_of((tmp_path / "page.html").read_text(encoding="utf-8"))
 
 
 def test_time_of_another_machine_is_not_planned(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,18 @@ def test_a_run_at_work_is_running_and_then_finished(tmp_path: Path) -> None:
     assert (after.state, after.said) == ("finished", "") and after.ended and after.at >= after.since == inside.since
 
 
+def test_the_scorer_that_ended_a_run_is_noted_through_the_layers_above(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed), noted_state(tmp_path, ["ppo"]):
+        try:
+            raise RunFailed("score: out of order", blamed="reward.parts.tone")
+        except RunFailed as error:
+            raise RunFailed(f"step 3: {error}") from error
+    assert read_state(tmp_path).blamed == "reward.parts.tone"
+    with pytest.raises(RunFailed), noted_state(tmp_path, ["ppo"]):
+        raise RunFailed("learn: the critic's loss is inf")
+    assert read_state(tmp_path).blamed == ""
+
+
 @pytest.mark.parametrize(
     ("error", "state"),
     [

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diagnostics.shown_run import GOOD, HOSTILE, ILL, STEPS, change_json, copy_of, make_run, set_state
+from diagnostics.shown_run import GOOD, HOSTILE, ILL, STEPS, Unsaid, change_json, copy_of, make_run, set_state
+from diagnostics.shown_run import said as examination
 from fourfold.diagnostics import watch as module
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.run_record import read_run
 from fourfold.diagnostics.watch import SHOWN, Glyphs, Watch, frame, sparkline
 
 LEVELS = Glyphs().levels
+WELL = examination(GOOD)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,9 @@ def said(made: Console) -> str:
     return made.file.getvalue()
 
 
-def shown(folder: Path, verdicts: Any = (), width: int = 80) -> str:
+def shown(folder: Path, doctor: Any = WELL, width: int = 80) -> str:
     made = console(width)
-    made.print(frame(read_run(folder), verdicts, Glyphs(), width))
+    made.print(frame(read_run(folder), doctor, Glyphs(), width))
     return said(made)
 
 
@@ -57,10 +59,19 @@ def test_last_values_are_shown_with_their_way(whole: Path) -> None:
 
 
 def test_verdicts_are_shown_with_the_worst_first(whole: Path) -> None:
-    text = shown(whole, [GOOD, replace(ILL, severity="note", name="a note"), ILL], 200)
+    text = shown(whole, examination(GOOD, replace(ILL, severity="note", name="a note"), ILL), 200)
     assert text.index("ill: entropy collapse") < text.index("note: a note") and "1.00 in every step" not in text
     assert "try ppo.entropy_coef = 0.02" in text
-    assert "doctor: nothing found" in shown(whole, [GOOD]) and "doctor: not asked" in shown(whole, "not asked")
+    assert "doctor: nothing found" in shown(whole) and "doctor: not asked" in shown(whole, "not asked")
+
+
+def test_where_nothing_was_judged_nothing_is_called_healthy(whole: Path) -> None:
+    few = examination(unjudged=(Unsaid("KL runaway", "6 steps are needed"),))
+    assert "doctor: too early: 1 not judged" in shown(whole, few) and "nothing found" not in shown(whole, few)
+    assert "doctor: nothing found; 1 not judged" in shown(whole, replace(few, verdicts=(GOOD,)))
+    made = console()
+    watch(whole, made).once()
+    assert "doctor: too early: " in said(made), "after four steps"
 
 
 def test_a_running_run_says_how_long_it_will_take(running: Path) -> None:
@@ -154,7 +165,7 @@ def test_a_live_picture_is_drawn_anew_when_something_is_written(running: Path, m
 
 def test_the_doctor_is_not_asked_at_every_step(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr(module, "verdicts_of", lambda root: asked.append(root) or [])
+    monkeypatch.setattr(module, "examination_of", lambda root: asked.append(root) or examination())
     watch(running, console(force_terminal=True), add_step, add_step, ends).live()
     assert len(asked) == 2, "at first and at the end; the clock of this test stands still"
 

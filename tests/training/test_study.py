@@ -152,6 +152,34 @@ def test_what_cannot_be_compared_is_refused(
     assert not (tmp_path / f"run-{name}").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "0", "1", "0"], "--seeds: given 0 more than once; allowed: each once"),
+        (["--seeds", "-1", "-1"], "--seeds: given -1, -1; allowed: numbers from 0 on, each once"),
+        (["--variants", "uniform", "uniform"], "--variants: given uniform more than once; allowed: each once"),
+    ],
+)
+def test_what_is_asked_for_twice_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", "prior", "no-file", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_is_neither_a_configuration_nor_a_place_for_variants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a-run"
+    folder.mkdir()
+    path = write_config(by_function_of("pays_by_hash", tmp_path), folder / "config.toml")
+    assert main(["study", "prior", str(folder)]) == 2
+    assert f"a folder; allowed: a TOML file of settings, such as {path}" in capsys.readouterr().err
+    assert main(["study", "prior", str(path), "--output", str(folder)]) == 2
+    assert f"--output: {folder} is the folder of a run (it has config.toml)" in capsys.readouterr().err
+    assert [each.name for each in folder.iterdir()] == ["config.toml"]
+
+
 def test_a_measure_takes_the_first_metric_that_a_row_has() -> None:
     measure = Measure("m", "", "", "evaluation", ("eval_b", "eval_a"), sign=-1.0)
     rows = [

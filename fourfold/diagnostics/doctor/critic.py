@@ -17,6 +17,7 @@ from fourfold.diagnostics.doctor.fit import (
     rank_correlation,
 )
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, Series
+from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     Numbers,
@@ -97,16 +98,17 @@ def _more(records: Records) -> str:
     if first is None or first[1] <= NOISE * first[0]:
         return ""
     more = 2 * records.config.sampling.responses_per_prompt
-    return f"sampling.responses_per_prompt = {more}  # returns differ that much among responses to one prompt"
+    why = "returns differ that much among responses to one prompt"
+    return first_taken(records.config, f"sampling.responses_per_prompt = {more}  # {why}")
 
 
 def _faster(records: Records) -> str:
     rate, actor = records.config.critic.learning_rate, records.config.ppo.learning_rate
     if rate < actor or rate == 0:
         return f"critic.learning_rate = {max(actor, 10 * rate):g}  # is {rate:g}, the actor's {actor:g}"
-    if records.config.critic.warmup_rollouts == 0:
-        return "critic.warmup_rollouts = 5  # the critic learns before the actor moves"
-    return "ppo.rollout_batch_size = " + str(2 * records.config.ppo.rollout_batch_size) + "  # more returns a step"
+    warmup = "critic.warmup_rollouts = 5  # the critic learns before the actor moves"
+    larger = f"ppo.rollout_batch_size = {2 * records.config.ppo.rollout_batch_size}  # more returns a step"
+    return first_taken(records.config, warmup if records.config.critic.warmup_rollouts == 0 else "", larger)
 
 
 def _scores_differ(records: Records) -> None:
@@ -138,7 +140,7 @@ def _plateau_remedy(records: Records) -> str:
     if records.config.critic.learning_rate >= records.config.ppo.learning_rate > 0:
         if any(row.get("trunk_drift", 0.0) > DRIFT for row in records.rows):
             return f"trunk.lr_scale = {records.config.trunk.lr_scale / 10:g}  # the trunk moves under the critic"
-        if records.config.sharing.mode == "trunk":
+        if records.config.sharing.mode == "trunk" and records.config.critic.of_the_run:
             return f"trunk.branch_layers = {records.config.trunk.branch_layers + 2}  # more layers of the critic's own"
     return _faster(records)
 
@@ -224,7 +226,14 @@ def length_bias(records: Records) -> Finding:
         f"{where} rollout of step {step}: values and lengths correlate by {partial:+.2f} with returns taken out (limit "
         f"{LENGTH}), returns and lengths by {own:+.2f}"
     )
-    remedy = f"critic.init = 'actor'  # instead of {records.config.critic.init!r}; and more critic.warmup_rollouts"
+    given = records.config.critic
+    remedy = first_taken(
+        records.config,
+        f"critic.init = 'actor'  # instead of {given.init!r}; and more critic.warmup_rollouts"
+        * (given.init != "actor"),
+        f"critic.warmup_rollouts = {given.warmup_rollouts + 5}  # is {given.warmup_rollouts}",
+        f"critic.pretrain_rollouts = {given.pretrain_rollouts + 5}  # is {given.pretrain_rollouts}",
+    )
     return Finding(evidence, confidence, remedy, (step, step))
 
 
@@ -318,7 +327,7 @@ DIAGNOSES = (
         f"Means over each response of the newest held-out rollout: x = |partial rank correlation of value and length, "
         f"return taken out|, y = |rank correlation of return and length|. The smaller of the confidences (Fisher's z, "
         f"error 1 / sqrt(n - 4)) that x > {LENGTH} and that x > y.",
-        "Take another `critic.init`, raise `critic.warmup_rollouts`.",
+        "Take another `critic.init`, raise `critic.warmup_rollouts` or `critic.pretrain_rollouts`.",
         length_bias,
     ),
     Diagnosis(

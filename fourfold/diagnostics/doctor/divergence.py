@@ -8,7 +8,10 @@ import numpy
 import torch
 
 from fourfold.batch import Experience
+from fourfold.config import RunConfig
+from fourfold.config.schema import ReferenceSection
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
+from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import Estimate, Numbers, level, mean, ratio_of_sums
 from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
 from fourfold.diagnostics.kept import sums
@@ -73,7 +76,8 @@ def kl_negative(records: Records) -> Finding:
         f"mean of log p(actor) - log p(reference) {per_token.value:+.3g} ± {per_token.error:.1g} nats a token in steps "
         f"{k1.end_steps[0]} to {k1.end_steps[1]} (limit -{NEGATIVE}); {said}"
     )
-    remedy = causes[0][1].remedy if causes else "reference.model = ''  # the actor as it was at step 0"
+    plain = "reference.model = ''  # the actor as it was at step 0" if records.config.reference.model else ""
+    remedy = causes[0][1].remedy if causes else first_taken(records.config, plain)
     return Finding(evidence, per_token.below(-NEGATIVE), remedy, k1.end_steps)
 
 
@@ -81,7 +85,7 @@ def _causes(records: Records) -> list[tuple[str, Finding]]:
     found = []
     for name, judge in (
         ("sampling options", sampling_mismatch),
-        ("wrong reference", wrong_reference),
+        ("wrong reference", _distance_at_the_start),
         ("precision gap", precision_gap),
     ):
         try:
@@ -119,7 +123,23 @@ def sampling_mismatch(records: Records) -> Finding:
 
 
 def wrong_reference(records: Records) -> Finding:
-    """The reference is not the actor as it starts: KL is not 0 before anything was learned."""
+    """The reference is to be the actor as it starts, and is not: KL is not 0 before anything was learned."""
+    given = records.config.reference
+    if not given.starts_as_the_actor:
+        raise CannotJudge(f"reference.{_named(given)} names another policy than the actor at step 0, as was asked for")
+    if records.blamed == "reference":
+        return Finding(f"the run stopped: {records.failure}", 1.0, _held_here(records.config), (0, 0))
+    return _distance_at_the_start(records)
+
+
+def _named(reference: ReferenceSection) -> str:
+    """The setting that says which policy the reference is."""
+    key = reference.kind if reference.kind in ("model", "checkpoint") else "prior"
+    return f"{key} = {getattr(reference, key)!r}"
+
+
+def _distance_at_the_start(records: Records) -> Finding:
+    """How far the reference is from the actor before the first step, whichever policy it is to be."""
     first, kept = records.first_held_out()
     if first != 0:
         raise CannotJudge("no held-out rollout of step 0 is kept; give data.prompts_test")
@@ -128,14 +148,15 @@ def wrong_reference(records: Records) -> Finding:
         raise CannotJudge("the reference computes otherwise than the actor: see precision gap")
     gap = (kept.log_probs - kept.ref_log_probs).abs()
     size = mean(per_token(torch.where(kept.response_mask, gap, 0.0), kept))
-    key, default = {"model": ("model", "''"), "checkpoint": ("checkpoint", "''")}.get(
-        reference.kind, ("prior", "'step_0'")
-    )
     evidence = (
         f"before the first step |log p(actor) - log p(reference)| is {size.value:.3g} ± {size.error:.1g} nats a token "
-        f"(limit {AT_START}); reference.{key} = {getattr(reference, key)!r}"
+        f"(limit {AT_START}); reference.{_named(reference)}"
     )
-    remedy = f"reference.{key} = {default}  # the reference is the actor as it is at step 0"
+    key = _named(reference).partition(" ")[0]
+    default = "'step_0'" if key == "prior" else "''"
+    remedy = first_taken(
+        records.config, f"reference.{key} = {default}  # the reference is the actor as it is at step 0"
+    )
     return Finding(evidence, size.above(AT_START), remedy, (0, 0))
 
 
@@ -152,10 +173,22 @@ def precision_gap(records: Records) -> Finding:
         f"actor and reference, a KL of {kl.end.value:.3g} is told (limit: a quarter of it)"
     )
     config = records.config
-    remedy = f"precision.reference = 'auto'  # is {config.precision.reference!r}"
-    if not config.precision.reference_differs:
-        remedy = "reference.residency = 'keep'  # and reference.engine = 'torch'"
+    held = config.precision.reference
+    if config.precision.reference_differs:
+        why = f"rounds less than {held!r}; 'auto' does not round, and leave precision.max_reference_bias out then"
+        finer = f"precision.reference = 'bfloat16'  # {why}" if held != "bfloat16" else ""
+        remedy = first_taken(config, f"precision.reference = 'auto'  # is {held!r}", finer)
+    else:
+        remedy = _held_here(config)
     return Finding(evidence, found.above(limit), remedy, kl.end_steps)
+
+
+def _held_here(config: RunConfig) -> str:
+    """The setting that has the reference computed as the actor is; "" where it is already."""
+    given = config.reference
+    engine = "reference.engine = 'torch'  # computes as the actor does" if given.engine != "torch" else ""
+    away = f"reference.residency = 'keep'  # is {given.residency!r}" if given.residency != "keep" else ""
+    return first_taken(config, engine, away)
 
 
 def stale_data(records: Records) -> Finding:
@@ -212,11 +245,14 @@ DIAGNOSES = (
         "wrong reference",
         "policy",
         "warning",
-        "The reference is not the actor as it starts: the penalty pulls towards another model.",
-        "Held-out rollout of step 0: mean over responses of the mean |log p(actor) - log p(reference)| of their "
-        f"tokens; confidence that it is above {AT_START} nats. Not asked where the reference computes otherwise.",
-        "Leave `reference.model`, `reference.checkpoint` and `reference.prior` out, unless another prior is what you "
-        "want.",
+        "The reference is to be the actor as it starts and is not: the penalty pulls towards another model. A prior "
+        "that was chosen (`reference.model`, `reference.checkpoint`, `reference.prior` = 'uniform') is not judged; as "
+        "a cause of a negative KL its distance is looked at too.",
+        "The run stopped over it in pre-flight: a fact, confidence 1. Else held-out rollout of step 0: mean over "
+        "responses of the mean |log p(actor) - log p(reference)| of their tokens; confidence that it is above "
+        f"{AT_START} nats. Not asked where the reference computes otherwise.",
+        "Hold the reference here (`reference.residency`, `reference.engine`); where it is a cause of a negative KL, "
+        "leave `reference.model`, `reference.checkpoint` and `reference.prior` out.",
         wrong_reference,
     ),
     Diagnosis(
@@ -227,7 +263,8 @@ DIAGNOSES = (
         "Pre-flight's bias of the same weights, nats a response, with its standard error over responses; confidence "
         f"that its size is above a quarter of the KL that is told in the last third of the steps (at least "
         f"{NEGATIVE}).",
-        "`precision.reference` = 'auto'.",
+        "`precision.reference` = 'auto', or one that rounds less; `reference.engine` = 'torch', "
+        "`reference.residency` = 'keep'.",
         precision_gap,
     ),
     Diagnosis(

@@ -28,6 +28,19 @@ class Examination:
     verdicts: tuple[Verdict, ...]
     unjudged: tuple[Unjudged, ...]
 
+    @property
+    def too_early(self) -> bool:
+        """Whether nothing serious was found, and nothing could be called healthy either."""
+        return all(each.severity == "note" for each in self.verdicts)
+
+    @property
+    def reasons(self) -> dict[str, list[str]]:
+        """What could not be judged, by the reason."""
+        found: dict[str, list[str]] = {}
+        for each in self.unjudged:
+            found.setdefault(each.reason, []).append(each.name)
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)

@@ -94,6 +94,11 @@ class Records:
         """The message of the error that ended the last process on the run, "" where none did."""
         return self.run.state.said if self.run.state.state == "failed" else ""
 
+    @property
+    def blamed(self) -> str:
+        """Who was at fault (RunFailed) when an error ended the last process on the run, "" where nobody is named."""
+        return self.run.state.blamed if self.run.state.state == "failed" else ""
+
     def series(self, name: str, fewest: int = 2 * FEWEST_STEPS) -> Series:
         """A metric of ppo's steps; CannotJudge with fewer steps than `fewest`."""
         found = [(int(row["step"]), float(row[name])) for row in self.rows if name in row]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 
+from fourfold.config import RunConfig
+from fourfold.config.schema import PartSection
+from fourfold.diagnostics.doctor.opinions import second_opinions
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
+from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     correlation,
     fisher,
+    partial_correlation,
     phi,
     ranks,
     share,
@@ -75,28 +82,55 @@ def outliers(records: Records) -> Finding:
 
 def failing_scorer(records: Records) -> Finding:
     """Responses without a valid score."""
-    stopped = "no valid score" in records.failure or "reward function" in records.failure
-    if stopped:
-        remedy = "reward.on_failure = 'drop'  # after the reward is mended; reward.retries asks it again"
+    if (scorer := records.blamed).startswith("reward"):
+        tables = {"reward": _scorers(records.config), "reward model": []}.get(scorer, [scorer])
+        remedy = _of_scorers(records.config, tables)
         return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (records.last_step, records.last_step + 1))
     invalid = records.series("invalid_scores", 1)
     count, total = int(invalid.values.sum()), records.config.ppo.rollout_batch_size * len(invalid.steps)
     bad = [step for step, number in zip(invalid.steps, invalid.values, strict=True) if number]
     evidence = f"{count} of {total} responses got no valid score (limit 0), in {len(bad)} of {len(invalid.steps)} steps"
-    retries = records.config.reward.retries
-    remedy = f"reward.retries = {retries + 3}  # is {retries}; mend the function first"
-    return Finding(evidence, float(count > 0), remedy, (bad[0], bad[-1]) if bad else invalid.all_steps)
+    dropping = _scorers(records.config)
+    if bad and dropping != ["reward"]:
+        evidence += f"; rows are left out by {' or '.join(dropping)} (on_failure = 'drop')"
+    steps = (bad[0], bad[-1]) if bad else invalid.all_steps
+    return Finding(evidence, float(count > 0), _of_scorers(records.config, dropping), steps)
+
+
+def _scorers(config: RunConfig) -> list[str]:
+    """Tables of the sources whose rows can be without a score: of a combination the parts that leave them out."""
+    parts = config.reward.used_parts
+    return (
+        [f"reward.parts.{name}" for name, part in parts.items() if part.on_failure == "drop"] if parts else ["reward"]
+    )
+
+
+def _of_scorers(config: RunConfig, tables: Sequence[str]) -> str:
+    """The first setting of these sources that is read and spares the run: rows left out, more attempts, more time."""
+    remedies: list[str] = []
+    for table in tables:
+        source = config.reward if table == "reward" else config.reward.parts[table.removeprefix("reward.parts.")]
+        if source.on_failure == "stop":
+            remedies.append(f"{table}.on_failure = 'drop'  # after it is mended; retries ask it again")
+        remedies.append(f"{table}.retries = {source.retries + 3}  # is {source.retries}; mend the scorer first")
+        if isinstance(source, PartSection) and (limit := source.timeout_seconds):
+            remedies.append(f"{table}.timeout_seconds = {2 * limit:g}  # is {limit:g}; mend the scorer first")
+    return first_taken(config, *remedies)
 
 
 def length_bias(records: Records) -> Finding:
-    """The score follows the length of the response."""
+    """The score follows the length of the response, beyond what other opinions of the response explain."""
     step, kept = records.last_training()
     scores, lengths = kept.scores.double().numpy(), kept.lengths.double().numpy()
     if lengths.std() == 0 or scores.std() == 0:
         raise CannotJudge("all responses of the kept rollout have one length, or one score")
-    r = correlation(ranks(scores), ranks(lengths))
-    found = fisher(abs(r), len(scores))
-    evidence = f"step {step}: score and length have the rank correlation {r:+.2f} (limit {LENGTH})"
+    plain = correlation(ranks(scores), ranks(lengths))
+    opinions = second_opinions(records, kept)
+    r = partial_correlation(scores, lengths, *opinions.values()) if opinions else plain
+    smaller = min(abs(r), abs(plain))  # what is no bias alone is not made one by taking something out
+    found = fisher(smaller, len(scores), len(opinions))
+    taken_out = f", {r:+.2f} with {' and '.join(opinions)} taken out" if opinions else ", no second opinion to take out"
+    evidence = f"step {step}: score and length have the rank correlation {plain:+.2f}{taken_out} (limit {LENGTH})"
     shortest, longest = int(numpy.quantile(lengths, 0.25)), int(numpy.quantile(lengths, 0.75))
     free = f"ppo.length_range = [{shortest}, {longest}]"
     remedy = f"ppo.length_penalty = 0.1; {free}  # half of the responses are that long; or mend the reward"
@@ -165,18 +199,23 @@ DIAGNOSES = (
         "failing scorer",
         "reward",
         "ill",
-        "Responses without a valid score: None, NaN, infinite, or a function that raises.",
+        "Responses without a valid score: None, NaN, infinite, a function that raises, a service that does not answer; "
+        "of the whole reward or of a part of it.",
         "Sum of invalid_scores is above 0, or the run stopped over it: a fact, confidence 1.",
-        "Mend the function; `reward.retries` asks it again.",
+        "Mend the scorer; `retries` of `reward` or of its part ask it again, `on_failure` = 'drop' leaves rows out.",
         failing_scorer,
     ),
     Diagnosis(
         "reward length bias",
         "reward",
         "warning",
-        "The score follows the length of the response.",
-        f"Newest training rollout: |rank correlation of score and length|; confidence (Fisher's z, error 1 / sqrt(n - "
-        f"3)) that it is above {LENGTH}.",
+        "The score follows the length of the response, and not because longer ones are better.",
+        "Newest training rollout: x = the smaller of |rank correlation of score and length| and of the same with "
+        "second opinions taken out (partial correlation): the mean score of the prompt's other responses, where each "
+        "prompt has several (`sampling.responses_per_prompt`), and the judge's verdict, where there is one "
+        "(`evaluation.judge`). Without any it is the plain correlation, which cannot tell long good answers from long "
+        "ones; the evidence says so. Confidence (Fisher's z, error 1 / sqrt(n - 3 - k) with k opinions) that x is "
+        f"above {LENGTH}.",
         "Set `ppo.length_penalty` with `ppo.length_range`; balance the lengths of chosen and rejected texts.",
         length_bias,
     ),

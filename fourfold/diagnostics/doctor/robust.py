@@ -110,15 +110,19 @@ def ranks(x: ArrayLike) -> Numbers:
     return (last - (counts - 1) / 2)[place.ravel()]
 
 
-def partial_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float:
-    """Rank correlation of x and y with the ranks of `given` taken out (Kendall 1942).
+def partial_correlation(x: ArrayLike, y: ArrayLike, *given: ArrayLike) -> float:
+    """Rank correlation of x and y with the ranks of each of `given` taken out (Kendall 1942).
 
-    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)) of Spearman's r; 0 where z says all of x or y.
+    The correlation of what least squares on them leave of both ranks: of one z (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)
+    (1 - r_yz^2)) of Spearman's r. 0 where they say all of x or y.
     """
-    a, b, c = ranks(x), ranks(y), ranks(given)
-    xy, xz, yz = correlation(a, b), correlation(a, c), correlation(b, c)
-    left = (1 - xz**2) * (1 - yz**2)
-    return (xy - xz * yz) / math.sqrt(left) if left > 1e-12 else 0.0
+    columns, left = [ranks(each) for each in given], list[Numbers]()
+    for own in (ranks(x), ranks(y)):
+        rest = least_squares(own, columns)[1]
+        if float(rest @ rest) <= 1e-12 * float(own @ own):
+            return 0.0
+        left.append(rest)
+    return correlation(*left)
 
 
 def fisher(r: float, n: int, controlled: int = 0) -> Estimate:

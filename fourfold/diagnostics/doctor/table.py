@@ -28,10 +28,7 @@ def examination_table(examination: Examination) -> RenderableType:
     parts.append(table if examination.verdicts else Text("nothing could be judged"))
     if examination.unjudged:
         parts.append(Text("not judged:"))
-        names: dict[str, list[str]] = {}
-        for each in examination.unjudged:
-            names.setdefault(each.reason, []).append(each.name)
-        parts += [visible(f"  {', '.join(found)}: {reason}") for reason, found in names.items()]
+        parts += [visible(f"  {', '.join(names)}: {reason}") for reason, names in examination.reasons.items()]
     return Group(*parts)
 
 

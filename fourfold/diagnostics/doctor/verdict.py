@@ -20,8 +20,8 @@ CONFIDENT = 0.9
 class Verdict:
     """A finding: `evidence` are its numbers, `confidence` that its statistic is beyond its limit (docs/doctor.md).
 
-    `remedy` is a line of the configuration to change, with the reason behind a '#', or "" for what is good. `steps` are
-    the first and the last PPO step that it was read from.
+    `remedy` is a line of the configuration to change, with the reason behind a '#', or "" for what is good and where no
+    setting helps. `steps` are the first and the last PPO step that it was read from.
     """
 
     name: str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from fourfold.config.template import toml_value
-from fourfold.diagnostics.doctor import Verdict, by_severity
+from fourfold.diagnostics.doctor import Examination, by_severity
 from fourfold.diagnostics.numbers import change, short
 from fourfold.diagnostics.pages.document import document, section, tile
 from fourfold.diagnostics.pages.elements import Child, h
@@ -17,7 +17,7 @@ from fourfold.diagnostics.report_page.charts import GROUPS, charts_of, coded, cu
 from fourfold.diagnostics.report_page.costs import memory_section, time_section
 from fourfold.diagnostics.report_page.samples import samples_section
 from fourfold.diagnostics.report_page.table import metrics_section
-from fourfold.diagnostics.report_page.verdicts import verdicts_section
+from fourfold.diagnostics.report_page.verdicts import doctor_section
 from fourfold.diagnostics.report_page.xray import xray_section
 from fourfold.diagnostics.run_record import RunRecord
 from fourfold.diagnostics.xray import Xray
@@ -35,10 +35,10 @@ BADGES = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is made of; a text in place of verdicts or of an x-ray says why there are none."""
+    """What a page is made of; a text in place of an examination or of an x-ray says why there is none."""
 
     record: RunRecord
-    verdicts: Sequence[Verdict] | str
+    doctor: Examination | str
     xray: Xray | str
     memory: Prediction
     time: Timing
@@ -109,9 +109,19 @@ def _tiles(contents: Contents) -> Iterator[tuple[str, str, str]]:
         name = max(peaks, key=lambda each: peaks[each])
         most = max(contents.memory.peaks.values(), default=0)
         yield "Peak memory", size(peaks[name]), f"planned {size(most)}" if most else f"in {name}"
-    if not isinstance(contents.verdicts, str):
-        worst = [each for each in by_severity(contents.verdicts) if each.severity in ("ill", "warning")]
-        yield "Doctor", str(len(worst)) if worst else "healthy", ", ".join(e.name for e in worst[:2]) or "nothing found"
+    if not isinstance(contents.doctor, str):
+        yield "Doctor", *_of_doctor(contents.doctor)
+
+
+def _of_doctor(found: Examination) -> tuple[str, str]:
+    """How many verdicts are serious, and the first two; without any, whether that says anything."""
+    worst = [each for each in by_severity(found.verdicts) if each.severity in ("ill", "warning")]
+    if worst:
+        return str(len(worst)), ", ".join(each.name for each in worst[:2])
+    if found.too_early:
+        return "too early", f"{len(found.unjudged)} not judged"
+    left = f"; {len(found.unjudged)} not judged" if found.unjudged else ""
+    return "healthy", f"nothing found{left}"
 
 
 def _sections(contents: Contents) -> Iterator[Element]:
@@ -132,8 +142,8 @@ def _links(contents: Contents) -> list[Element]:
 def _parts(contents: Contents) -> Iterator[tuple[str, str, Iterator[Child]]]:
     """The sections for which there is something: id, heading, content."""
     record = contents.record
-    if not isinstance(contents.verdicts, str) and contents.verdicts:
-        yield "doctor", "What the doctor says", verdicts_section(contents.verdicts)
+    if not isinstance(contents.doctor, str) and (contents.doctor.verdicts or contents.doctor.unjudged):
+        yield "doctor", "What the doctor says", doctor_section(contents.doctor)
     for group in GROUPS:
         if charts_of(record, group):
             yield group.key, group.question, curves_section(record, group)
@@ -186,8 +196,8 @@ def missing(contents: Contents) -> Iterator[str]:
         yield f"curves of held-out prompts: {why}"
     if record.before is None or record.after is None:
         yield "samples before and after: they are written before the first and after the last step of ppo"
-    if isinstance(contents.verdicts, str):
-        yield f"doctor: {contents.verdicts}"
+    if isinstance(contents.doctor, str):
+        yield f"doctor: {contents.doctor}"
     if isinstance(contents.xray, str):
         yield f"token x-ray: {contents.xray}"
     if not contents.memory.peaks:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from fourfold.diagnostics.doctor import Verdict, by_severity
+from fourfold.diagnostics.doctor import Examination, Verdict, by_severity
 from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.report_page.charts import coded
 
 SAID = {"ill": "ill", "warning": "warning", "note": "note", "good": "healthy"}
 
 
-def verdicts_section(verdicts: Sequence[Verdict]) -> Iterator[Child]:
-    """A card for each verdict; what is healthy is folded away."""
-    ordered = by_severity(verdicts)
+def doctor_section(found: Examination) -> Iterator[Child]:
+    """A card for each verdict; what is healthy is folded away, and so is what could not be judged."""
+    ordered = by_severity(found.verdicts)
     wrong = [each for each in ordered if each.severity != "good"]
     good = [each for each in ordered if each.severity == "good"]
     if wrong:
@@ -22,6 +22,10 @@ def verdicts_section(verdicts: Sequence[Verdict]) -> Iterator[Child]:
     if good:
         cards = h("ul", [_card(each) for each in good], class_="verdicts")
         yield h("details", h("summary", f"{len(good)} healthy"), cards) if wrong else cards
+    if found.unjudged:
+        lines = [h("li", coded(f"{', '.join(names)}: {reason}")) for reason, names in found.reasons.items()]
+        summary = h("summary", f"{len(found.unjudged)} not judged")
+        yield h("details", summary, h("ul", lines, class_="dashes"), open_="" if found.too_early else None)
 
 
 def _card(verdict: Verdict) -> Element:

@@ -148,14 +148,18 @@ class RemoteRole:
             waited = float(wire.float32([found.get("waited_seconds", 0.0)], 1, "waited_seconds"))
             numbers = self._numbers(found, rows)
         except BadMessage as error:
-            raise RunFailed(
-                f"score: the {self.role}: the service at {self._service.url} gave an answer that cannot be used: "
-                f"{error}; the last good checkpoint is kept"
+            raise self._failure(
+                f"the service at {self._service.url} gave an answer that cannot be used: {error}; the last good "
+                "checkpoint is kept"
             ) from error
         except RunFailed as error:
-            raise RunFailed(f"score: the {self.role}: {error}") from error
+            raise self._failure(str(error)) from error
         self._seconds += time.perf_counter() - started - waited
         return numbers
+
+    def _failure(self, said: str) -> RunFailed:
+        said = f"score: the {self.role}: {said}"
+        return RunFailed(said, blamed="reward model") if self.role == "reward" else RunFailed(said)
 
     def _readable(self, rows: Rows) -> dict[str, Any]:
         """The rows as the role reads them."""

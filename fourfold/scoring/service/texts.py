@@ -42,12 +42,15 @@ class ServiceScores:
             answer = self._service.ask("", {"prompts": prompts, "responses": responses})
             return wire.scores_or_none(answer.get("scores"), len(responses))
         except BadMessage as error:
-            raise RunFailed(
-                f"score: {self._key}: the service at {self._service.url} gave an answer that cannot be used: {error}"
+            raise self._failure(
+                f"the service at {self._service.url} gave an answer that cannot be used: {error}"
             ) from error
         except (Refused, Unanswered) as error:
             passes = isinstance(error, Unanswered) or error.status in ABOUT_ROWS
             if self._part.on_failure == "stop" or not passes:
-                raise RunFailed(f"score: {self._key}: {error}") from error
+                raise self._failure(str(error)) from error
             log.warning("%s: %s; its %d responses are left out", self._key, error, len(responses))
             return [None] * len(responses)
+
+    def _failure(self, said: str) -> RunFailed:
+        return RunFailed(f"score: {self._key}: {said}", blamed=self._key)
