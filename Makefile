@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# pytest-xdist starts one process a logical core, up to this many.
+# pytest-xdist starts one process a logical core, up to this many; a file is one's, so that its fixtures are made once.
 TEST_PROCESSES ?= 8
 # --no-compile: modules are compiled when they are first imported, which is a small part of torch and transformers;
 # PRECOMPILE imports what a run does.
@@ -78,7 +78,8 @@ check:
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tools.check_sizes
 	$(BIN)/python -m benchmarks.report --check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not gpu" -n logical --maxprocesses $(TEST_PROCESSES)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not gpu" -n logical --maxprocesses $(TEST_PROCESSES) \
+		--dist loadfile
 
 format:
 	$(BIN)/ruff format

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from fourfold.planner.scene import Lengths, Scene
 PHASES = ("generate", "score", "learn")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "torchao")
 MIB = 2**20
+Work = Callable[[Mapping[str, Any], int], dict[str, Any]]
 TRUNK, ADAPTERS, SEPARATE = 'sharing.mode="trunk"', 'sharing.mode="adapters"', 'sharing.mode="none"'
 HALF = 'precision.compute="bfloat16"'
 
@@ -147,8 +148,19 @@ class Measured:
     lengths: Lengths
 
 
-def carry_out(case: Case, folder: Path, steps: int = 1) -> tuple[dict[str, Any], Lengths]:
-    """A run of the case in a process of its own: what it found, and how long its texts were."""
+def in_a_process(tree: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """What benchmarks/planner_worker.py finds; ValueError when it fails."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.planner_worker", str(steps)],
+        cwd=ROOT, input=json.dumps(tree), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise ValueError(f"the worker ended with {done.returncode}; its messages stand above")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def carry_out(case: Case, folder: Path, steps: int = 1, work: Work = in_a_process) -> tuple[dict[str, Any], Lengths]:
+    """A run of the case, in a process of its own unless `work` says otherwise: what it found, its texts' lengths."""
     from benchmarks.planner_models import make_model, make_reward
 
     rows, prompt, _, _ = case.batch
@@ -161,20 +173,14 @@ def carry_out(case: Case, folder: Path, steps: int = 1) -> tuple[dict[str, Any],
     tree = settings(case, folder)
     shutil.rmtree(folder / "run", ignore_errors=True)  # or the worker would go on with the run of the case before
     make_reward(tree, folder / "reward")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.planner_worker", str(steps)],
-        cwd=ROOT, input=json.dumps(tree), stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise ValueError(f"{case.name}: the worker ended with {done.returncode}; its messages stand above")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = work(tree, steps)
     longest, mean = max(found["response_length_max"]), statistics.mean(found["response_length_mean"])
     return found, Lengths(prompt, longest, statistics.mean(lengths), mean)
 
 
-def measure(case: Case, folder: Path) -> Measured:
+def measure(case: Case, folder: Path, work: Work = in_a_process) -> Measured:
     """Bytes of a run of the case."""
-    found, lengths = carry_out(case, folder)
+    found, lengths = carry_out(case, folder, work=work)
     return Measured(found["tensors"], found["resident"], found["resting"], lengths)
 
 

@@ -158,9 +158,9 @@ def test_other_parameters_are_trained_only_where_nothing_else_fits() -> None:
     start = scene()
     assert start.config.sharing.mode == "trunk"
     for budget in (3, 8, 14, 40):
+        kept = search(scene(sharing={"mode": "trunk"}), budget * GIB, 0, simple)
         for plan in search(start, budget * GIB, 0, simple):
             others = [step.lever for step in plan.steps[1:] if lever(step.lever).change == "other parameters"]
-            kept = search(scene(sharing={"mode": "trunk"}), budget * GIB, 0, simple)
             assert bool(others) == (not kept[0].fits and plan.fits)
     exact = search(start, 8 * GIB, 0, simple, changes=("exact",))
     assert not any(lever(step.lever).rounds for plan in exact for step in plan.steps[1:])

@@ -14,6 +14,8 @@ from fourfold.rollout.sampler import PromptBatch
 from rollout.test_local import MANY_EOS, generate, responses
 from tiny_roles import MODES, activations_of, forward_shapes, random_prompts, tiny_base
 
+Eighteen = tuple[Base, PromptBatch, list[list[int]]]
+
 
 def alone(base: Base, prompts: PromptBatch, **settings: Any) -> list[list[int]]:
     """Every row drawn by itself."""
@@ -31,13 +33,19 @@ def beginning_with(prefix: list[int], tails: list[list[int]]) -> PromptBatch:
     return PromptBatch([[*prefix, *tail] for tail in tails], list(rows), list(rows))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("slots", [1, 2, 3, 7, 16])
-def test_any_number_of_slots_gives_the_same_responses(tmp_path: Path, mode: str, slots: int) -> None:
-    base = tiny_base(tmp_path / "m", mode=mode, **MANY_EOS)
+@pytest.fixture(scope="module", params=MODES)
+def eighteen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eighteen:
+    """A model, 18 rows of several lengths, and what comes of each by itself."""
+    base = tiny_base(tmp_path_factory.mktemp("eighteen") / "m", mode=request.param, **MANY_EOS)
     prompts = random_prompts([3, 9, 1, 5, 9, 2], responses_per_prompt=3)
+    return base, prompts, alone(base, prompts)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 16])
+def test_any_number_of_slots_gives_the_same_responses(eighteen: Eighteen, slots: int) -> None:
+    base, prompts, expected_responses = eighteen
     rollout, activations = generate(base, prompts, batch_size=slots)
-    assert responses(rollout) == alone(base, prompts)
+    assert responses(rollout) == expected_responses
     expected = activations_of(base, rollout).inputs
     torch.testing.assert_close(activations.inputs[activations.mask], expected[activations.mask], rtol=0, atol=1e-5)
 
@@ -109,5 +117,6 @@ def test_prompts_that_begin_with_each_other_are_kept_apart(tmp_path: Path) -> No
     """One prompt is the beginning of another; one differs in the last token only."""
     base = tiny_base(tmp_path / "m", **MANY_EOS)
     prompts = PromptBatch([[9, 8, 7], [9, 8], [9], [9, 8, 6], [9, 8, 7]], [0, 1, 2, 3, 0], [1, 2, 3, 4, 5])
+    expected = alone(base, prompts)
     for slots in (1, 2, 5):
-        assert responses(generate(base, prompts, batch_size=slots)[0]) == alone(base, prompts)
+        assert responses(generate(base, prompts, batch_size=slots)[0]) == expected

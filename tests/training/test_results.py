@@ -40,6 +40,14 @@ def short_prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "run")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, to be read."""
+    folder = tmp_path_factory.mktemp("finished")
+    run(settings(folder, {"ppo": {"steps": 1}}))
+    return folder / "run"
+
+
 ASK: dict[str, Any] = {"chat": False, "count": 3, "max_new_tokens": None, "temperature": None, "seed": 0, "best": False}
 
 
@@ -53,7 +61,8 @@ LONG = "the cat sat on the mat and looked at the moon"
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_exported_logits_are_the_actors(tmp_path: Path, family: str, sharing: str) -> None:
-    run(merged(settings(tmp_path, family=family), SHARINGS[sharing]))
+    one_step = {"ppo": {"steps": 1, "num_epochs": 1}, "evaluation": {"max_prompts": 2}}
+    run(merged(settings(tmp_path, one_step, family=family), SHARINGS[sharing]))
     folder = RunFolder(tmp_path / "run")
     config = saved_config(folder.root)
     base = load_base(config)
@@ -102,19 +111,17 @@ def test_an_exported_folder_is_complete(short_prompts: str, tmp_path: Path) -> N
     assert len(made) < 60 and int(made[-1]) in ends
 
 
-def test_export_leaves_existing_folders_alone(tmp_path: Path) -> None:
-    run(settings(tmp_path))
+def test_export_leaves_existing_folders_alone(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("kept")
     with pytest.raises(ValueError, match="not an empty folder"):
-        export_actor(str(tmp_path / "run"), str(out), dtype="float32", best=False)
+        export_actor(str(finished), str(out), dtype="float32", best=False)
     assert [path.name for path in out.iterdir()] == ["mine"]
 
 
-def test_samples_stand_beside_the_reference(tmp_path: Path) -> None:
-    run(settings(tmp_path))
-    run_folder = str(tmp_path / "run")
+def test_samples_stand_beside_the_reference(finished: Path) -> None:
+    run_folder = str(finished)
     rows = ask(run_folder, ["the cat", "a"], seed=0)
     assert [prompt for prompt, _, _ in rows] == ["the cat", "a"]
     assert rows == ask(run_folder, ["the cat", "a"], seed=0)

@@ -77,12 +77,21 @@ def ppo_only(folder: Path, name: str, **more: Any) -> Tree:
     return settings(folder, merged(changes, {"sampling": {"temperature": 0.9}, **more}))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `ppo_only` has run as "undisturbed"."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(INTERRUPT, "0:")
+        run(ppo_only(folder, "undisturbed"))
+    return folder
+
+
 @pytest.fixture
-def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The outcome of `ppo_only` when nothing interrupts it."""
+def undisturbed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The outcome of `ppo_only` when nothing interrupts it; what a test's own runs are interrupted by ends with it."""
     monkeypatch.setenv(INTERRUPT, "0:")
-    run(ppo_only(tmp_path, "undisturbed"))
-    return outcome(tmp_path / "undisturbed")
+    return outcome(whole / "undisturbed")
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -149,15 +158,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
     same(outcome(tmp_path / "damaged"), undisturbed)
 
 
-def test_other_settings_are_refused_and_named(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_other_settings_are_refused_and_named(whole: Path, undisturbed: dict[str, Any]) -> None:
     """`system` and exact levers may differ: they say where a run is carried out and in how much room, not what comes
     out."""
     with pytest.raises(ValueError, match=r"made with other settings: sampling\.temperature was 0\.9, is 0\.8"):
-        run(ppo_only(tmp_path, "undisturbed", sampling={"temperature": 0.8}))
-    run(ppo_only(tmp_path, "undisturbed", system={"threads": 0}))
+        run(ppo_only(whole, "undisturbed", sampling={"temperature": 0.8}))
+    run(ppo_only(whole, "undisturbed", system={"threads": 0}))
     levers = {"memory": {"checkpointing": "layers", "optimizer_residency": "park"}, "reference": {"residency": "park"}}
-    run(ppo_only(tmp_path, "undisturbed", **levers))
-    same(outcome(tmp_path / "undisturbed"), undisturbed)
+    run(ppo_only(whole, "undisturbed", **levers))
+    same(outcome(whole / "undisturbed"), undisturbed)
 
 
 def test_a_run_does_not_go_on_with_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
