@@ -20,7 +20,7 @@ _here = threading.local()
 
 def sums_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
     """Within, linear layers of this thread round the sums of both halves of their inputs, as a split-K kernel does."""
-    for owner, name in ((functional, "linear"), (products, "linear_in_float32")):
+    for owner, name in ((functional, "linear"), (products, "linear_in_float32"), (products, "_few_rows_widened")):
         monkeypatch.setattr(owner, name, _in_two_parts(getattr(owner, name)))
 
     @contextlib.contextmanager
@@ -35,11 +35,13 @@ def sums_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractC
 
 
 def _in_two_parts(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *more: torch.dtype) -> Tensor:
         if not getattr(_here, "other", False):
-            return real(inputs, weight, bias)
+            return real(inputs, weight, bias, *more)
         half = inputs.shape[-1] // 2
-        out = real(inputs[..., :half], weight[:, :half], None) + real(inputs[..., half:], weight[:, half:], None)
+        parts = [(inputs[..., :half], weight[:, :half]), (inputs[..., half:], weight[:, half:])]
+        first, second = (real(x.contiguous(), w.contiguous(), None, *more) for x, w in parts)
+        out = first + second
         return out if bias is None else out + bias.to(out.dtype)
 
     return linear

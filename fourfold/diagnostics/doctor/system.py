@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
+from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import level
 from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
 
@@ -74,7 +75,12 @@ def overflow(records: Records) -> Finding:
         f"{part.value:.0%} of the optimizer steps were skipped in steps {skipped.end_steps[0]} to "
         f"{skipped.end_steps[1]} (limit {OVERFLOWS:.0%}); the loss scale is {records.rows[-1].get('loss_scale', 0):g}"
     )
-    remedy = "precision.compute = 'bfloat16'  # the range of float32; or lower learning rates"
+    lower = max(records.config.precision.loss_scale / 2**10, 1.0)
+    remedy = first_taken(
+        records.config,
+        "precision.compute = 'bfloat16'  # the range of float32; or lower learning rates",
+        f"precision.loss_scale = {lower:g}  # or leave it out, and set precision.compute = 'bfloat16'",
+    )
     return Finding(evidence, part.above(OVERFLOWS), remedy, skipped.end_steps)
 
 
