@@ -16,7 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planner import ADAPTERS, HALF, PACKAGES, PHASES, SEPARATE, TRUNK, Case, asked, carry_out, scene_of
+from benchmarks.planner import (
+    ADAPTERS,
+    HALF,
+    PACKAGES,
+    PHASES,
+    SEPARATE,
+    TRUNK,
+    Case,
+    Work,
+    asked,
+    carry_out,
+    in_a_process,
+    scene_of,
+)
 from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, versions, write_result
 from fourfold.planner.candidates import estimate
 from fourfold.planner.hardware.machine import Cluster
@@ -56,10 +69,12 @@ class Timed:
         return sum(self.predicted.values()) / sum(self.measured.values()) - 1
 
 
-def time_case(case: Case, folder: Path, cluster: Cluster, threads: int, steps: int = STEPS) -> Timed:
+def time_case(
+    case: Case, folder: Path, cluster: Cluster, threads: int, steps: int = STEPS, work: Work = in_a_process
+) -> Timed:
     """A run of the case with so many threads, and the planner's seconds of the same run on this hardware."""
     run = Case(case.model, (*case.settings, "memory.count_tensors=false", f"system.threads={threads}"), case.batch)
-    found, lengths = carry_out(run, folder, 1 + steps)
+    found, lengths = carry_out(run, folder, 1 + steps, work)
     _, costs = estimate(scene_of(run, folder, lengths, cluster))
     measured = {phase: statistics.median(found["seconds"][phase][1:]) for phase in PHASES}
     return Timed(case, measured, {phase: costs.seconds[phase] for phase in PHASES})  # type: ignore[index]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import PHASES, Case, settings
 from benchmarks.planner_time import CASES, Timed, figures, time_case
 from fourfold.config.loading import parse_config
-from planner.scenes import CPU, cluster
+from planner.scenes import CPU, cluster, in_this_process
 
 CASE = Case("tiny", ('sharing.mode="trunk"',), (4, 4, 8, 4))
 
@@ -35,8 +35,9 @@ def test_errors_are_of_shares_and_of_the_whole_step() -> None:
     assert names[f"{CASE.name}: learn measured"] == 4.0 and names[f"{CASE.name}: learn predicted"] == 2.0
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_run_is_timed_phase_by_phase(tmp_path: Path) -> None:
     """How far off is no question here: other tests may run meanwhile."""
-    timed = time_case(CASE, tmp_path, cluster(device=CPU), threads=1, steps=1)
+    timed = time_case(CASE, tmp_path, cluster(device=CPU), threads=1, steps=1, work=in_this_process)
     for seconds in (timed.measured, timed.predicted):
         assert tuple(seconds) == PHASES and all(0 < each < math.inf for each in seconds.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -101,3 +102,11 @@ def scene(
     """A scene; keywords as `config` takes them."""
     lengths = lengths or Lengths.longest(256, 256)
     return Scene(config(**changes), {"base": model}, where or cluster(), lengths, layout or Layout())
+
+
+def in_this_process(tree: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """`work` for benchmarks/planner.py: tensors are counted one by one, and a process of its own would only import
+    everything once more."""
+    from benchmarks.planner_worker import measured  # needs torch, which the planner's own tests do without
+
+    return measured(parse_config(tree, "a test"), steps)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.planner import PHASES, Case, Compared, measure, predict
-from benchmarks.planner_worker import measured as measured_here
-from fourfold.config.loading import parse_config
+from planner.scenes import in_this_process
 
 # Without and with a trunk, several values, half precision, padding and a lever; benchmarks/planner.py has all of them.
 CASES = (
@@ -23,11 +20,6 @@ CASES = (
     Case("tiny", ('reference.prior="moving"', 'precision.compute="bfloat16"', 'sharing.mode="none"'), (8, 8, 24, 4)),
     Case("tiny", ('reference.prior="uniform"', 'sharing.mode="trunk"', 'ppo.kl_estimator="full"'), (8, 8, 24, 4)),
 )
-
-
-def in_this_process(tree: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Tensors are counted one by one, so a process of its own would only import everything once more."""
-    return measured_here(parse_config(tree, "a test"), steps)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,7 +22,8 @@ SMALL: Tree = {
     "reward": {"max_pairs": 8, "batch_size": 4, "standardise": False},
     "data": {"texts_test": {"max_rows": 4}, "pairs_test": {"max_rows": 4}},
     "checkpoint": {"every": 2, "stage_every": 1},
-    "ppo": {"steps": 2, "learning_rate": 5e-3, "num_epochs": 1},
+    "ppo": {"steps": 2, "learning_rate": 5e-3, "num_epochs": 1, "rollout_batch_size": 4, "mini_batch_size": 4},
+    "evaluation": {"max_prompts": 4},
 }
 
 
