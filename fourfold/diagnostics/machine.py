@@ -6,7 +6,6 @@ them is the planner's business.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import shutil
@@ -19,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from fourfold.diagnostics.decoding_rates import DECODED, product_rates, step_seconds
 from fourfold.files import write_atomically
 from fourfold.memory.precision import DTYPES, cpu_multiplies_bfloat16
-from fourfold.models.products import linear_few_rows
 from fourfold.planner.hardware import host
 from fourfold.planner.hardware.machine import Cluster, Device, Node
 from fourfold.planner.hardware.measured import (
@@ -33,15 +32,13 @@ from fourfold.planner.hardware.measured import (
 )
 
 MIB = 2**20
-UNITS = {"GFLOP/s": 1e9, "GB/s": 1e9, "GiB": 2**30}
+UNITS = {"GFLOP/s": 1e9, "GB/s": 1e9, "GiB": 2**30, "ms": 1e-3}
 # Rows, inputs and outputs of a product: an MLP's in SmolLM2-135M, with few rows and with many (the few end before the
 # system turns to another program); a square; an MLP's in Llama-3.2-1B, Llama-2-7B and 70B.
 SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     "cpu": ((128, 576, 1536), (512, 576, 1536), (1024, 1024, 1024), (512, 2048, 8192)),
     "cuda": ((4096, 2048, 8192), (4096, 4096, 11008), (8192, 8192, 28672)),
 }
-# Rows of a decoding step, and the MLP in whose shape the weights of one are read.
-FEW_ROWS, DECODED = (1, 8, 64), (576, 1536)
 SECONDS = 0.3  # for each thing that is measured, at least
 COPIED = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
 PINNED = 256 * MIB
@@ -73,7 +70,7 @@ def measure(say: Callable[[str], None], folder: Path | None = None) -> Measureme
     findings = Findings(notes=_circumstances())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flops = {dtype: _products(device, dtype, findings, say) for dtype in multiplied(device)}
-    few_rows = {dtype: _few_rows(dtype, findings, say) for dtype in ("float32", "bfloat16") if device.type == "cpu"}
+    few_rows, layer_step = _decoding(findings, say) if device.type == "cpu" else ({}, ())
     bandwidth = _record(findings, say, "memory copy, read and written", "GB/s", copy_rate(device))
     pcie = 0.0
     if device.type == "cuda":
@@ -86,7 +83,7 @@ def measure(say: Callable[[str], None], folder: Path | None = None) -> Measureme
     _record(findings, say, "host memory", "GiB", host.host_memory())
     devices = _equal_devices(device, findings)
     node = Node(
-        device=replace(_device(device, flops, bandwidth, pcie), few_rows=few_rows),
+        device=replace(_device(device, flops, bandwidth, pcie), few_rows=few_rows, layer_step=layer_step),
         devices=devices,
         link=_record(findings, say, "device to device", "GB/s", _peers()) if devices > 1 else 0.0,
         link_name="peer copies" if devices > 1 else "",
@@ -129,7 +126,7 @@ def _equal_devices(device: torch.device, findings: Findings) -> int:
 
 
 def _record(findings: Findings, say: Callable[[str], None], name: str, unit: str, value: float) -> float:
-    """Write down and tell `value`, which is in bytes, bytes/s or FLOP/s, in a unit for people; returns it."""
+    """Write down and tell `value`, which is in bytes, bytes/s, FLOP/s or seconds, in a unit for people; returns it."""
     shown = value / UNITS[unit]
     findings.figures[f"{name}, {unit}"] = shown
     say(f"{name}: {shown:,.1f} {unit}")
@@ -172,24 +169,24 @@ def _products(device: torch.device, dtype: str, findings: Findings, say: Callabl
     return max(rates)
 
 
-def _few_rows(dtype: str, findings: Findings, say: Callable[[str], None]) -> tuple[tuple[int, float], ...]:
-    """Rows and FLOP/s of a decoding step's products on a CPU: of weights that together do not stay in its caches."""
+def _decoding(
+    findings: Findings, say: Callable[[str], None]
+) -> tuple[dict[str, tuple[tuple[int, float], ...]], tuple[tuple[int, float], ...]]:
+    """Of a CPU: FLOP/s of a decoding step's products by type and rows, and a layer's seconds beside them by rows."""
     inputs, outputs = DECODED
-    count = math.ceil(COPIED["cpu"] / (4 * inputs * outputs))
-    weights = [torch.full((outputs, inputs), 0.5, dtype=DTYPES[dtype]) for _ in range(count)]
-    found = []
-    for rows in FEW_ROWS:
-        x = torch.full((rows, inputs), 0.5, dtype=DTYPES[dtype])
+    few_rows = {}
+    for dtype in ("float32", "bfloat16"):
+        few_rows[dtype] = product_rates(DTYPES[dtype], COPIED["cpu"], _best)
+        for rows, rate in few_rows[dtype]:
+            _record(findings, say, f"decoding, {dtype} product {rows} x {inputs} x {outputs}", "GFLOP/s", rate)
+    layer_step = step_seconds(dict(few_rows["float32"]), _best)
+    for rows, seconds in layer_step:
+        _record(findings, say, f"decoding, a layer beside its products, {rows} rows", "ms", seconds)
+    return few_rows, layer_step
 
-        @torch.inference_mode()
-        def step(x: torch.Tensor = x) -> None:
-            for weight in weights:
-                linear_few_rows(x, weight, None)
 
-        rate = 2 * rows * inputs * outputs * count / best_seconds(step, x.device)
-        name = f"decoding, {dtype} product {rows} x {inputs} x {outputs}"
-        found.append((rows, _record(findings, say, name, "GFLOP/s", rate)))
-    return tuple(found)
+def _best(work: Callable[[], object]) -> float:
+    return best_seconds(work, torch.device("cpu"))
 
 
 def product(device: torch.device, dtype: str, rows: int, inputs: int, outputs: int) -> Callable[[], object]:

@@ -110,10 +110,10 @@ def roofline(
     return _with_calls(device, Seconds(compute, memory, 0.0, max(compute, memory)), layers)
 
 
-def _with_calls(device: Device, found: Seconds, layers: float) -> Seconds:
-    """The same with the calls of so many layers."""
+def _with_calls(device: Device, found: Seconds, layers: float, layer_seconds: float | None = None) -> Seconds:
+    """The same with the calls of so many layers, of the device's kind or as measured."""
     shares = SHARES[device.kind]
-    calls = layers * shares.layer_seconds
+    calls = layers * (layer_seconds or shares.layer_seconds)
     return found._replace(calls=calls, total=max(found.total, calls) if shares.queues else found.total + calls)
 
 
@@ -224,7 +224,9 @@ def _decode(scene: Scene, one: Pass) -> tuple[Seconds, float]:
     weights = steps * layout.pipeline * weight_bytes(scene, one, tokens=at_once)
     own = weights * min(WIDTHS.get(dtype, 1) / touched(scene, one.role, "generate"), 1.0)
     decode = decoding(device, dtype, (one.flops - first) / layout.devices, at_once, own, weights - own + cache)
-    return prefill + _with_calls(device, decode, steps * layers), batches * whole + weights + cache
+    calls = device.seconds_of_layer_step(at_once, one.architecture.hidden)
+    decode = _with_calls(device, decode, steps * layers, calls)
+    return prefill + decode, batches * whole + weights + cache
 
 
 def step_bytes(scene: Scene, role: str) -> float:

@@ -58,6 +58,10 @@ def test_this_machine_is_measured_and_found_as_it_was_measured(tmp_path: Path) -
         for dtype, rates in node.device.few_rows.items()
         for rows, rate in rates
     )
+    steps = {rows: 1e3 * seconds for rows, seconds in node.device.layer_step}
+    names = {rows: f"decoding, a layer beside its products, {rows} rows, ms" for rows in ((1, 64) if on_cpu else ())}
+    assert steps == pytest.approx({rows: measured.findings[name] for rows, name in names.items()})
+    assert all(0 <= seconds < 1e3 for seconds in steps.values())
 
 
 @pytest.mark.usefixtures("quick")

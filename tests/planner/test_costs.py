@@ -68,6 +68,20 @@ def test_products_of_few_rows_go_by_what_was_measured_of_them() -> None:
     assert more.total == pytest.approx(1.0 + 1 / SHARES["cpu"].bandwidth)
 
 
+def test_a_layers_step_beside_its_products_grows_with_rows_and_hidden() -> None:
+    measured = replace(CPU, layer_step=((1, 1e-3), (64, 3e-3)), source="measured here")
+    assert measured.seconds_of_layer_step(1, 4096) == pytest.approx(1e-3)
+    assert measured.seconds_of_layer_step(64, 576) == pytest.approx(3e-3)
+    assert measured.seconds_of_layer_step(32.5, 1152) == pytest.approx(1e-3 + 2e-3)
+    assert CPU.seconds_of_layer_step(1, 576) is None
+    plain, slow = (of(scene(where=cluster(device=device))) for device in (CPU, measured))
+    more = slow.seconds["generate"] - plain.seconds["generate"]
+    steps = scene().lengths.response * LLAMA_2_7B.layers
+    rows = scene().config.ppo.rollout_batch_size
+    beside = measured.seconds_of_layer_step(rows, LLAMA_2_7B.hidden) or 0.0
+    assert more == pytest.approx(steps * (beside - SHARES["cpu"].layer_seconds))
+
+
 def test_scoring_waits_for_products_and_decoding_for_memory_or_calls() -> None:
     found = of(scene())
     assert work_of(found, "score", "reference").bound == "compute"

@@ -16,6 +16,9 @@ GB = 10**9
 Link = Literal["pcie", "inside the node", "between nodes", "disk"]
 
 
+LAYER_STEP_HIDDEN = 576  # that of SmolLM2-135M
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator, or the CPU of a machine that has none.
@@ -23,7 +26,8 @@ class Device:
     `flops` are those of dense matrix products by the type of their inputs ("float32", "bfloat16", "float16", "int8");
     a type that is missing is not multiplied by the hardware. `few_rows` are those with the few rows of a decoding step,
     as pairs of rows and FLOP/s, reading the weights included; it is empty where that was not measured. `memory` is
-    what a run can have of it: of a GPU what its maker calls its memory, of a CPU the host's.
+    what a run can have of it: of a GPU what its maker calls its memory, of a CPU the host's. `layer_step` are seconds
+    that a layer of `LAYER_STEP_HIDDEN` takes in a decoding step beside its products, by rows; empty as `few_rows` is.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Device:
     flops: Mapping[str, float]  # FLOP/s
     pcie: float = 0.0  # bytes/s, one direction, to host memory; 0 on a CPU, whose memory that is
     source: str = ""  # where the figures are from
+    layer_step: tuple[tuple[int, float], ...] = ()  # rows and seconds
     few_rows: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # rows and FLOP/s
 
     @property
@@ -48,6 +53,13 @@ class Device:
         above = next((i for i, (count, _) in enumerate(known) if count >= rows), len(known) - 1)
         (low, before), (high, after) = known[max(above, 1) - 1 : max(above, 1) + 1]
         return rows / max(before + (after - before) * (rows - low) / (high - low), 0.5 * known[0][1])
+
+    def seconds_of_layer_step(self, rows: float, hidden: int) -> float | None:
+        """Beside the products of a layer, as measured: what every call takes, and what grows with rows and hidden."""
+        if len(self.layer_step) < 2:
+            return None
+        (low, least), (high, most) = self.layer_step[0], self.layer_step[-1]
+        return least + max(most - least, 0.0) * (rows - low) / (high - low) * hidden / LAYER_STEP_HIDDEN
 
     def multiplies(self, dtype: str) -> bool:
         """Whether it has instructions for products of this type."""
