@@ -1,7 +1,7 @@
 """What decoding takes on a CPU: products of a few rows whose weights come from memory, and a layer beside its products.
 
 A share of the rate of large products says neither: it differs between processors, and the many small operations of a
-layer's step take as long as a third of its products.
+layer's step take about three quarters as long as its products do with 16 rows (seen on an AMD EPYC with AVX2).
 """
 
 from __future__ import annotations

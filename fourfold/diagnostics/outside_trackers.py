@@ -57,7 +57,21 @@ class Ledger:
         return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
 
 
-class WandbTracker:
+class _Outside:
+    """A run at a tracker, by its package's own object."""
+
+    _ledger: Ledger
+    _run: Any
+
+    def log(self, row: Row, kind: str) -> None:
+        """Send a row, unless it was sent before."""
+        numbers = finite(row)
+        step = int(numbers["step"])
+        if self._ledger.takes(kind, step):
+            self._run.log(_named(kind, numbers), step=step)
+
+
+class WandbTracker(_Outside):
     """Scalars named KIND/METRIC at Weights & Biases, in files below `folder` (`wandb sync` sends them).
 
     `WANDB_MODE` says otherwise: "online" sends them as they come.
@@ -78,19 +92,12 @@ class WandbTracker:
             settings=wandb.Settings(console="off"),  # the run's own lines stay as they are
         )
 
-    def log(self, row: Row, kind: str) -> None:
-        """Send a row, unless it was sent before."""
-        numbers = finite(row)
-        step = int(numbers["step"])
-        if self._ledger.takes(kind, step):
-            self._run.log(_named(kind, numbers), step=step)
-
     def close(self) -> None:
         """Finish the run there."""
         self._run.finish()
 
 
-class TrackioTracker:
+class TrackioTracker(_Outside):
     """Scalars named KIND/METRIC in trackio's own folder (`TRACKIO_DIR`), which `trackio show` draws."""
 
     def __init__(self, folder: Path, described: Described, *, resumed: bool) -> None:
@@ -106,13 +113,6 @@ class TrackioTracker:
                 auto_log_cpu=False,
                 auto_log_gpu=False,
             )
-
-    def log(self, row: Row, kind: str) -> None:
-        """Send a row, unless it was sent before."""
-        numbers = finite(row)
-        step = int(numbers["step"])
-        if self._ledger.takes(kind, step):
-            self._run.log(_named(kind, numbers), step=step)
 
     def close(self) -> None:
         """Wait until everything is written; the module's own function, so that it does not finish the run again."""

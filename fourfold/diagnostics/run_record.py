@@ -38,6 +38,7 @@ class RunRecord:
     stages: Mapping[str, Mapping[str, Any]]  # the metrics of those that have finished
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
+    preflight: Mapping[str, Any]
     problems: tuple[str, ...]
 
     @property
@@ -118,6 +119,7 @@ def read_run(root: Path) -> RunRecord:
         stages={stage: record["metrics"] for stage, record in done.items() if record is not None},
         before=_json(root / "ppo" / "before.json", problems),
         after=_json(root / "ppo" / "after.json", problems),
+        preflight=_json(root / "ppo" / "preflight.json", problems) or {},
         problems=tuple(problems),
     )
 

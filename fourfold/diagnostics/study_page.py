@@ -9,8 +9,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from fourfold.diagnostics.pages.elements import h, number, serialised
-from fourfold.diagnostics.pages.svg import drawing, line, text
-from fourfold.diagnostics.plan_page.memory import nice
+from fourfold.diagnostics.pages.svg import drawing, line, nice, text
 
 Points = Sequence[Sequence[float]]
 # Okabe and Ito's palette, which stays apart for the colour-blind; beyond it lines are told apart by their dashes.

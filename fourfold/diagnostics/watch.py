@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.diagnostics.doctor import Examination, by_severity
+from fourfold.diagnostics.doctor.table import STYLES
 from fourfold.diagnostics.doctor_says import examination_of
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.run_files import STATE
 from fourfold.diagnostics.run_record import Points, RunRecord, read_run
+from fourfold.diagnostics.run_state import read_state
 from fourfold.diagnostics.tables import visible
 from fourfold.planner.units import seconds
 
@@ -31,7 +33,6 @@ SHOWN = (
 )  # fmt: skip
 NEEDS_ATTENTION = 6  # verdicts shown at most, the worst first
 DOCTOR_SECONDS = 20.0  # between two rounds of the doctor, who reads rollouts
-STYLES = {"ill": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
 SECONDS_SHOWN = ("generate", "score", "learn", "save")
 
 
@@ -190,11 +191,11 @@ class Watch:
     def _follow(self) -> Iterator[RunRecord]:
         """The record whenever it has changed; the last one when the run has ended."""
         while True:
-            seen, record = self._stamps(), read_run(self.root)
-            if seen != self._seen or record.state.ended:
+            seen, ended = self._stamps(), read_state(self.root).ended  # first: what is written later is seen next
+            if seen != self._seen or ended:
                 self._seen = seen
-                yield record
-            if record.state.ended:
+                yield read_run(self.root)
+            if ended:
                 return
             self.sleep(self.every)
 

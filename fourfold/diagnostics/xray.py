@@ -33,6 +33,17 @@ class Measure:
     scale: Literal["signed", "spread", "surprise"] | None  # None: in the numbers, but no colour of its own
 
 
+MEASURES = (
+    Measure("kl", "KL", "nats", "signed"),
+    Measure("log_probs", "log-prob", "nats", "surprise"),
+    Measure("ref_log_probs", "log-prob of reference", "nats", None),
+    Measure("values", "value", "", "spread"),
+    Measure("advantages", "advantage", "", "signed"),
+    Measure("rewards", "reward", "", "signed"),
+    Measure("returns", "return", "", None),
+)
+
+
 @dataclass(frozen=True)
 class Sample:
     """A response with its tokens; `left_out` of them are not shown."""
@@ -80,7 +91,7 @@ def make_xray(root: Path, config: RunConfig, tokenizer: Any, count: int, *, trai
         first = files.read(steps[0])
         same = _same_prompts(last, first, chosen)
         shown.insert(0, _step(files, steps[0], first, same, config, tokenizer))
-    return Xray(source, list(_measures(last, config)), shown)
+    return Xray(source, MEASURES, shown)
 
 
 def _nothing_kept(config: RunConfig) -> str:
@@ -94,7 +105,8 @@ def _nothing_kept(config: RunConfig) -> str:
 def choose(batch: Experience, count: int) -> dict[int, str]:
     """Rows that are worth a look, with the reason: extremes first, then some from the lowest to the highest score."""
     mask = batch.response_mask
-    errors = torch.where(mask, (_total(batch.values) - _total(batch.returns)).abs(), 0.0).sum(dim=1) / batch.lengths
+    off = (numbers_of(batch, "values") - numbers_of(batch, "returns")).abs()
+    errors = torch.where(mask, off, 0.0).sum(dim=1) / batch.lengths
     found: dict[int, str] = {}
     for row, why in (
         (int(batch.scores.argmax()), "highest score"),
@@ -129,7 +141,7 @@ def _occurrences(batch: Experience) -> Iterator[tuple[int, int]]:
 def _step(
     files: KeptFiles, step: int, batch: Experience, rows: Mapping[int, str], config: RunConfig, tokenizer: Any
 ) -> XrayStep:
-    numbers = {measure.key: _numbers(batch, measure.key) for measure in _measures(batch, config)}
+    numbers = {measure.key: numbers_of(batch, measure.key) for measure in MEASURES}
     ids = response_tokens(batch)
     samples = []
     for row, why in rows.items():
@@ -158,21 +170,7 @@ def _parts(batch: Experience, row: int, config: RunConfig) -> dict[str, float]:
     return dict(zip(names, batch.score_parts[row].tolist(), strict=True)) if len(names) > 1 else {}
 
 
-def _measures(batch: Experience, config: RunConfig) -> Iterator[Measure]:
-    """Those of every token, then those of each dimension where values have several."""
-    yield Measure("kl", "KL", "nats", "signed")
-    yield Measure("log_probs", "log-prob", "nats", "surprise")
-    yield Measure("ref_log_probs", "log-prob of reference", "nats", None)
-    yield Measure("values", "value", "", "spread")
-    yield Measure("advantages", "advantage", "", "signed")
-    yield Measure("rewards", "reward", "", "signed")
-    yield Measure("returns", "return", "", None)
-
-
-def _numbers(batch: Experience, key: str) -> Tensor:
-    """A measure of every token: [batch, response]."""
-    return _total(getattr(batch, key))
-
-
-def _total(numbers: Tensor) -> Tensor:
-    return numbers if numbers.ndim == 2 else numbers.sum(dim=2)
+def numbers_of(batch: Experience, key: str) -> Tensor:
+    """A measure of every token, [batch, response]; of several dimensions as they are learned from, weighted."""
+    numbers: Tensor = getattr(batch, key)
+    return numbers if numbers.ndim == 2 else batch.total(numbers)

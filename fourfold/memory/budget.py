@@ -233,17 +233,19 @@ class BatchSize:
             "(memory.optimizer_in_backward steps within a pass, so none is done again with fewer rows)"
         )
 
-    def through(self, count: int, work: Callable[[slice], None], lengths: Sequence[int] = ()) -> None:
+    def through(
+        self, count: int, work: Callable[[slice], None], lengths: Callable[[], Sequence[int]] | None = None
+    ) -> None:
         """Work through rows 0 to `count`; rows whose pass ran out of memory are taken again, fewer at once.
 
-        `work` leaves nothing behind unless it ends. `lengths` are the rows' tokens, which `tokens` goes by.
+        `work` leaves nothing behind unless it ends. `lengths` gives the rows' tokens, where `tokens` goes by them.
         """
-        start = 0
+        start, tokens = 0, lengths() if lengths is not None and self.tokens else None
 
         def piece(size: int) -> int:
             rows = min(size, count - start)
-            if lengths:
-                rows = rows_within(lengths[start : start + rows], self.tokens)
+            if tokens is not None:
+                rows = rows_within(tokens[start : start + rows], self.tokens)
             work(slice(start, start + rows))
             return start + rows
 

@@ -29,19 +29,19 @@ def residency(scene: Scene, role: Part) -> str:
 
 def own_parameters(scene: Scene, role: Part) -> int:
     """Numbers that a role, or the trunk, has for its own: what training trains, parking moves, a service holds."""
-    numbers = {"critic": NumberHead.of_critic(scene.config), "reward": ONE_NUMBER}.get(role)
     if role == "reference" and (other := scene.models.get(role)):
         return other.parameters()
-    if role == "critic" and numbers is not None and (other := scene.models.get(role)):
-        return other.parameters() - other.head_parameters + numbers.numbers(other.hidden)
+    if role == "critic" and (other := scene.models.get(role)):
+        return other.parameters() - other.head_parameters + NumberHead.of_critic(scene.config).numbers(other.hidden)
     if role == "reward" and scene.classifiers:
-        own = _of_the_base(scene, role, ONE_NUMBER) if scene.config.reward.of_the_base else 0
+        own = _of_the_base(scene, role) if scene.config.reward.of_the_base else 0
         return own + sum(other.parameters() - other.head_parameters for other in scene.classifiers.values())
-    return _of_the_base(scene, role, numbers)
+    return _of_the_base(scene, role)
 
 
-def _of_the_base(scene: Scene, role: Part, numbers: NumberHead | None) -> int:
+def _of_the_base(scene: Scene, role: Part) -> int:
     """Of a role that is made of the run's own model."""
+    numbers = {"critic": NumberHead.of_critic(scene.config), "reward": ONE_NUMBER}.get(role)
     base, cut, mode = scene.base, Cut.of(scene), scene.config.sharing.mode
     if role == "trunk":
         return base.parameters_of(0, cut.trunk)
@@ -100,7 +100,7 @@ def own_bytes(scene: Scene, role: Part) -> float:
     held = bytes_a_number(scene, held_in(scene, role))
     if not adapted or role in scene.models:
         return beside + own_parameters(scene, role) * held
-    own = _of_the_base(scene, role, ONE_NUMBER) if role != "reward" or scene.config.reward.of_the_base else 0
+    own = _of_the_base(scene, role) if role != "reward" or scene.config.reward.of_the_base else 0
     return beside + 4.0 * own + (own_parameters(scene, role) - own) * held
 
 

@@ -100,7 +100,7 @@ class LocalSampler:
                 inputs[piece] = trunk(rollout.sequences[piece], rollout.attention_mask[piece])
 
             with self._scored_rows.working("actor"):
-                self._scored_rows.through(len(inputs), through, [inputs.shape[1]] * len(inputs))
+                self._scored_rows.through(len(inputs), through, lambda: [inputs.shape[1]] * len(inputs))
         activations = Activations(inputs, rollout.attention_mask)
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
@@ -143,7 +143,7 @@ class LocalSampler:
             found[order[piece], : log_probs.shape[1]] = log_probs
 
         with self._scored_rows.working("actor"):
-            self._scored_rows.through(len(order), take, tokens_of(rollout, order))
+            self._scored_rows.through(len(order), take, lambda: tokens_of(rollout, order))
         return found
 
     def _current_policy(self) -> Policy:

@@ -15,7 +15,7 @@ from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.memory.offload import residency_of, resident
 from fourfold.models.micro_batches import by_length, micro_batch, tokens_of
-from fourfold.models.roles import Activations, Policy
+from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.sources import RewardSource
 
 # What is said of every token of a response, and not once of each.
@@ -110,7 +110,7 @@ def ask(
         found.put(order[piece], **asked(inputs, part))
 
     with resident(role):
-        size.through(len(order), opinions, tokens_of(rollout, order))
+        size.through(len(order), opinions, lambda: tokens_of(rollout, order))
 
 
 def of_reference(reference: Policy, temperature: float, size: BatchSize) -> Asked:
@@ -119,6 +119,16 @@ def of_reference(reference: Policy, temperature: float, size: BatchSize) -> Aske
     def asked(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
         with size.working("reference"):
             return {"ref_log_probs": reference.log_probs(inputs, part, temperature)[0]}
+
+    return asked
+
+
+def of_critic(critic: Scorer, size: BatchSize) -> Asked:
+    """The critic's values of all states, those after the last token apart."""
+
+    def asked(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
+        with size.working("critic"):
+            return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
 
     return asked
 

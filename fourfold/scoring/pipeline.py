@@ -16,7 +16,7 @@ from fourfold.memory.offload import is_elsewhere
 from fourfold.models.roles import Activations, Policy, Scorer
 from fourfold.scoring.ahead import Ahead
 from fourfold.scoring.combined import Reward, asked_once, combined, parts_of, told_by, weights_of
-from fourfold.scoring.opinions import Asked, OfParts, Opinions, ask, of_reference, of_reward, shortest_first
+from fourfold.scoring.opinions import Asked, OfParts, Opinions, ask, of_critic, of_reference, of_reward, shortest_first
 from fourfold.scoring.service.roles import sent_ahead
 
 # The rollout and, for each row, whether its score is valid (bool [batch]).
@@ -55,11 +55,7 @@ def score(
         with size.working("actor"):
             return opinions | {"kl": reference.kl_from(actor, inputs, part, temperature)}
 
-    def of_critic(inputs: Activations, part: Rollout) -> dict[str, Tensor]:
-        with size.working("critic"):
-            return dict(zip(("values", "last_values"), critic.values_and_last(inputs, part), strict=True))
-
-    roles: list[tuple[Any, Asked, Opinions | OfParts]] = [(critic, of_critic, found)]
+    roles: list[tuple[Any, Asked, Opinions | OfParts]] = [(critic, of_critic(critic, size), found)]
     if ahead is None:
         first = (reference, with_exact_kl if exact else asked_reference, found)
         told = told_by(reward)

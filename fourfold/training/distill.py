@@ -38,7 +38,7 @@ from fourfold.models.storage import load_role
 from fourfold.models.whole import whole_model
 from fourfold.training.folder import CONFIG, RunFolder, reward_model
 from fourfold.training.inputs import encode_inputs, read_records
-from fourfold.training.reward_model import Pair
+from fourfold.training.reward_model import Pair, pair_accuracy
 from fourfold.training.stage import learn_from
 from fourfold.training.supervised import Texts, fill_cache
 from fourfold.training.texts import TextCache, draw, epoch_batches
@@ -142,8 +142,8 @@ def distill(target: str, out: str, wanted: Wanted, overrides: Sequence[str], say
     teacher = base.new_scorer()
     load_role(stored, teacher, record_for(config, "scorer"))
     cache = TextCache(base)
-    fill_cache(cache, [*lessons.texts, *lessons.held_out], "distill: trunk activations")
     every = [*lessons.texts, *lessons.held_out]
+    fill_cache(cache, every, "distill: trunk activations")
     truth = dict(zip(every, values_of(teacher.requires_grad_(False), cache.activations, every), strict=True))
     model, tokenizer = whole_model(config, base, teacher)
     model.requires_grad_(False)
@@ -318,11 +318,10 @@ def _ranks(student: Scorer, texts: Sequence[Text], truth: dict[Text, Tensor], ba
 
 
 def _pair_accuracy(pairs: Sequence[Pair], values: dict[Text, Tensor]) -> float | None:
-    """Share of the pairs whose chosen text ends with the larger value; None where there are none."""
+    """Of the values at the ends of the texts; None where there are no pairs."""
     if not pairs:
         return None
-    right = [values[tuple(chosen)][-1] > values[tuple(rejected)][-1] for chosen, rejected in pairs]
-    return float(torch.stack(right).float().mean())
+    return pair_accuracy([float(values[tuple(a)][-1] - values[tuple(b)][-1]) for a, b in pairs])
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, batch: Cri
     Each of the three has its own gradient norm and is clipped by it alone.
     """
     experience, mini = lesson.experience, batch.rows
-    totals.value_pass(begins=batch.begins_pass)
+    totals.value_pass(batch.of_pass)
     tokens, steps = lesson.tokens(mini), Steps(learner, totals)
     apart = trunk.settings.balance == "grad_norm" or not totals.sums["trunk_measured"]
     before = copy.deepcopy(totals)

@@ -145,11 +145,11 @@ class Steps:
 
 
 class CriticBatch(NamedTuple):
-    """A mini-batch of the critic's, which of the update's it is, and whether it is the first of a pass."""
+    """A mini-batch of the critic's, which of the update's it is, and which pass over the rollout it belongs to."""
 
     rows: Tensor
     number: int
-    begins_pass: bool
+    of_pass: int
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,7 @@ class Totals:
     actor: Work = field(default_factory=Work)
     critic: Work = field(default_factory=Work)
     trunk: TrunkWork = field(default_factory=TrunkWork)
+    critic_pass: int = -1
 
     def restore(self, before: Totals) -> None:
         """Take back what was added since `before` was copied."""
@@ -199,9 +200,13 @@ class Totals:
         for name, value in found._asdict().items():
             self.sums[f"trunk_{name}"] += value
 
-    def value_pass(self, *, begins: bool) -> None:
-        """Where the critic begins to go through the rollout once more, what it errs by is counted anew."""
-        if begins:
+    def value_pass(self, number: int) -> None:
+        """With its first mini-batch of another pass over the rollout, what the critic errs by is counted anew.
+
+        That need not be the pass's own first one, which may be the actor's turn.
+        """
+        if number != self.critic_pass:
+            self.critic_pass = number
             self.sums["value_error"] = self.sums["value_error_tokens"] = 0.0
 
     def means(self, denominator: str, **names: str) -> dict[str, float]:

@@ -86,8 +86,14 @@ def _check_best_metric(config: RunConfig) -> None:
     named = [name for name in METRICS["evaluation"] if name.startswith("eval_")]
     known = [name for name in named if not name.endswith("/NAME")]
     known += [name.replace("NAME", part) for name in named if name.endswith("/NAME") for part in parts]
-    if config.evaluation.judge == "none":
-        known.remove("eval_judge_mean")
+    there = {
+        "eval_judge_mean": config.evaluation.judge != "none",
+        "eval_kl_step_0_per_sequence": config.reference.holds_step_0,
+        "eval_step_0_log_prob_per_token": config.reference.holds_step_0,
+        "eval_text_nll_per_token": config.data.texts_test is not None and config.evaluation.max_texts > 0,
+        "eval_steering": config.reward.weights == "sampled",
+    }
+    known = [name for name in known if there.get(name.partition("/")[0], True)]
     if (given := config.checkpoint.best_metric) not in known:
         near = difflib.get_close_matches(given, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

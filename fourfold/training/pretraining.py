@@ -22,10 +22,10 @@ from fourfold.batch import Experience
 from fourfold.diagnostics.kept import value_fit
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import Interrupted
-from fourfold.models.micro_batches import cut_rows, micro_batches
 from fourfold.models.roles import Activations
 from fourfold.rollout.prompts import PromptStream
 from fourfold.rollout.sampler import row_seed
+from fourfold.scoring.opinions import Opinions, ask, of_critic
 from fourfold.scoring.pipeline import learnable
 from fourfold.training.experience import estimate_advantages
 from fourfold.training.signals import StopRequest
@@ -112,10 +112,7 @@ def _experience(trainer: Trainer, stream: PromptStream, number: int) -> tuple[Ex
 @torch.no_grad()
 def _values(trainer: Trainer, experience: Experience, activations: Activations) -> Tensor:
     """Of the critic as it is now."""
-    values, critic = torch.zeros_like(experience.values), trainer.models.critic
-    rows = torch.arange(len(values), device=values.device)
-    pieces = cut_rows(experience, rows, trainer.sizes.score.size, trainer.sizes.score.tokens)
-    for chosen, part, inputs in micro_batches(experience, activations, pieces):
-        found = critic.values(inputs, part)
-        values[chosen, : found.shape[1]] = found
-    return values
+    critic, size = trainer.models.critic, trainer.sizes.score
+    found = Opinions.empty(experience, parts=0, values=critic.head.shape)  # no reward is asked
+    ask(found, experience, activations, critic, of_critic(critic, size), size)
+    return found.values

@@ -16,7 +16,7 @@ from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize
 from fourfold.models.assembly import FourModels
-from fourfold.models.roles import Activations
+from fourfold.models.roles import Activations, Policy
 from fourfold.scoring.opinions import Opinions, ask, of_reference
 from fourfold.training.held_out_texts import HeldOutTexts
 
@@ -51,27 +51,26 @@ class Prior:
 
     def drift(self, rollout: Rollout, activations: Activations) -> dict[str, float]:
         """What a step logs of KL(actor, actor at step 0), nats a response; nothing where the KL is taken to that."""
-        found = self._log_probs(rollout, activations)
-        return {} if found is None else {"kl_step_0_per_sequence_mean": _kl(rollout, found)}
+        if self.models.step_0 is None:
+            return {}
+        found = self._log_probs(rollout, activations, self.models.step_0)
+        return {"kl_step_0_per_sequence_mean": _kl(rollout, found)}
 
     def evaluated(self, rollout: Rollout, activations: Activations, valid: Tensor) -> dict[str, float]:
         """The same of held-out responses with a `valid` score, how likely the actor at step 0 finds them, and how
         likely the actor as it is finds held-out texts; those of the three that there are."""
         told = {} if self.texts is None else {"eval_text_nll_per_token": self.texts.nll(self.models.actor)}
+        if self.models.step_0 is None:
+            return told
         rows = valid.nonzero()[:, 0]
         rollout, activations = rollout.select(rows), activations.select(rows)
-        found = self._log_probs(rollout, activations)
-        if found is None:
-            return told
+        found = self._log_probs(rollout, activations, self.models.step_0)
         likely = float(torch.where(rollout.response_mask, found, 0.0).sum()) / int(rollout.response_mask.sum())
         return told | {"eval_kl_step_0_per_sequence": _kl(rollout, found), "eval_step_0_log_prob_per_token": likely}
 
     @torch.no_grad()
-    def _log_probs(self, rollout: Rollout, activations: Activations) -> Tensor | None:
-        """Of the response tokens under the actor at step 0, where it is held."""
-        policy = self.models.step_0
-        if policy is None:
-            return None
+    def _log_probs(self, rollout: Rollout, activations: Activations, policy: Policy) -> Tensor:
+        """Of the response tokens under the actor at step 0."""
         found = Opinions.empty(rollout, parts=0)  # no reward is asked
         ask(found, rollout, activations, policy, of_reference(policy, self.temperature, self.size), self.size)
         return found.ref_log_probs

@@ -70,7 +70,8 @@ def reward_at_service(config: RunConfig, base: Base, form: Scorer, critic: Score
     probe, activations = _probe(base)
     with torch.no_grad():
         there, _ = reward(activations, probe)
-        same = config.critic.from_reward and not (config.critic.layers or config.critic.ensemble > 1)
+        given = config.critic
+        same = given.from_reward and given.heads == "scalar" and not (given.layers or given.ensemble > 1)
         if same and not config.precision.critic_differs:
             here = critic.scores(activations)
             gap = (here - there).abs() / here.abs().clamp(min=1.0)  # scores have a scale of their own

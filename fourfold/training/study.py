@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold.config import RunConfig
 from fourfold.config.checks import is_given
@@ -45,13 +45,20 @@ class Asked:
     output: str = ""
 
 
+class Shared(NamedTuple):
+    """The folder of stages that variants share, and the settings of the first of them, which carry them out."""
+
+    folder: Path
+    config: RunConfig
+
+
 @dataclass(frozen=True)
 class Planned:
-    """A variant with its settings, and the folder of the stages that it shares; None where it has none before ppo."""
+    """A variant with its settings, and the stages that it shares; None where it has none before ppo."""
 
     variant: Variant
     config: RunConfig
-    shared: Path | None
+    shared: Shared | None
 
     def run(self, seed: int, root: Path) -> RunConfig:
         """The settings of its run with this seed."""
@@ -69,11 +76,12 @@ def run_study(study: Study, config: RunConfig, asked: Asked, say: Say) -> dict[s
         )
     config = _prepared(study, config, asked)
     seeds = list(asked.seeds) or [config.seed]
-    planned = plan(study, config, asked, root)
-    for folder, first in _shared(planned, config, root).items():
+    # Where nothing is planned, what is asked for is made of what these stages leave.
+    first = plan(study, config, asked, root) or _all_planned(study, config, asked, root)[:1]
+    for folder, owner in dict(each.shared for each in first if each.shared is not None).items():
         say(f"study {study.name}: the stages before ppo, in {folder}")
-        run_stages(_before_ppo(first, folder), say)
-    planned = plan(study, config, asked, root)  # once more: a stage has left checkpoints
+        run_stages(_before_ppo(owner, folder), say)
+    planned = plan(study, config, asked, root)  # a stage may have left checkpoints
     report: dict[str, Any] = {"study": study.name, "question": study.question, "output": str(root)}
     report |= {"steps": config.ppo.steps, "seeds": seeds}
     report |= {"measures": [_told(measure) for measure in study.measures], "variants": {}}
@@ -98,28 +106,31 @@ def plan(study: Study, config: RunConfig, asked: Asked, root: Path) -> list[Plan
             f"--variants: given {', '.join(unknown)}; allowed for study {study.name} of this configuration: "
             f"{', '.join(known)}"
         )
-    folders: dict[str, Path] = {}
+    return [each for each in _all_planned(study, config, asked, root) if _is_asked(each.variant, asked)]
+
+
+def _all_planned(study: Study, config: RunConfig, asked: Asked, root: Path) -> list[Planned]:
+    """Every variant but those that are refused and not asked for: whatever is asked for shares the same folders."""
+    shared = root / "shared"
+    groups: dict[str, Shared] = {}
     planned = []
-    for variant in variants:
-        if asked.variants and variant.name not in asked.variants:
-            continue
+    for variant in study.variants(config, shared if shared.is_dir() else None):
         try:
             of_variant = with_settings(config, variant.settings)
         except ValueError as error:
+            if not _is_asked(variant, asked):
+                continue
             raise ValueError(f"study {study.name}, variant {variant.name}: {error}") from error
-        folder = None
+        group = None
         if set(config.stages) != {"ppo"}:
-            alike = _of_stages(of_variant)
-            folder = folders.setdefault(alike, root / ("shared" if not folders else f"shared-{variant.name}"))
-        planned.append(Planned(variant, of_variant, folder))
+            folder = root / ("shared" if not groups else f"shared-{variant.name}")
+            group = groups.setdefault(_of_stages(of_variant), Shared(folder, of_variant))
+        planned.append(Planned(variant, of_variant, group))
     return planned
 
 
-def _shared(planned: Sequence[Planned], config: RunConfig, root: Path) -> dict[Path, RunConfig]:
-    """The folders of shared stages, each with settings of a run that shares them."""
-    if not planned and set(config.stages) != {"ppo"}:
-        return {root / "shared": config}  # what is asked for is made of what they leave
-    return {each.shared: each.config for each in reversed(planned) if each.shared is not None}
+def _is_asked(variant: Variant, asked: Asked) -> bool:
+    return not asked.variants or variant.name in asked.variants
 
 
 def _may_come(name: str, config: RunConfig, shared: Path) -> bool:
@@ -161,7 +172,7 @@ def _carry_out(planned: Planned, config: RunConfig, measures: Sequence[Measure],
     """One run, and what came of it."""
     folder = RunFolder(Path(config.output).expanduser())
     if planned.shared is not None:
-        _link(planned.shared, folder.root, [stage for stage in config.stages if stage != "ppo"])
+        _link(planned.shared.folder, folder.root, [stage for stage in config.stages if stage != "ppo"])
     record: dict[str, Any] = {"seed": config.seed, "output": str(folder.root), "status": "done"}
     try:
         summary = run_stages(config, say)

@@ -92,7 +92,7 @@ class _MiniBatches:
         count = len(actors)
         for place, mini in enumerate(actors):
             own = range(place * ratio, (place + 1) * ratio)
-            before = [CriticBatch(critics[i], epoch * count * ratio + i, i % count == 0) for i in own]
+            before = [CriticBatch(critics[i], epoch * count * ratio + i, epoch * ratio + i // count) for i in own]
             yield _Turn(mini, epoch * count + place, before)
 
     def _pass(self, *address: int | str) -> list[Tensor]:
@@ -129,7 +129,7 @@ def _critic_gradients(learner: Learner, lesson: Lesson, batch: CriticBatch, tota
     """Those of one mini-batch, over a trunk that stands still."""
     experience, critic, mini = lesson.experience, learner.critic, batch.rows
     tokens = lesson.tokens(mini)
-    totals.value_pass(begins=batch.begins_pass)
+    totals.value_pass(batch.of_pass)
     before = copy.deepcopy(totals)
 
     def passes(rows: int) -> None:

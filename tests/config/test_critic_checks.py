@@ -53,6 +53,7 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
         ["critic.updates_per_actor=3", "trunk.train=true", "critic.model=a/b"],
         ["critic.model=a/b", "sharing.mode=adapters", "precision.critic=float32", "precision.compute=bfloat16"],
         [NO_PAIRS, "reward.source=function", "reward.function=a:b", "critic.model=a/b"],
+        [NO_PAIRS, "reward.source=model", "reward.model=a/c", "critic.model=a/b"],
     ],
 )
 def test_what_goes_together_is_allowed(overrides: list[str]) -> None:

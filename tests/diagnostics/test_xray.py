@@ -21,7 +21,8 @@ from fourfold.diagnostics.pages.elements import h, serialised
 from fourfold.diagnostics.report_page.xray import Scale, scales_of, xray_section
 from fourfold.diagnostics.run_record import RunRecord, read_run
 from fourfold.diagnostics.token_texts import TokenText
-from fourfold.diagnostics.xray import MOST_TOKENS, Measure, Sample, Xray, XrayStep, choose, make_xray
+from fourfold.diagnostics.xray import MOST_TOKENS, Measure, Sample, Xray, XrayStep, choose, make_xray, numbers_of
+from test_batch import PARTS, make_batch
 from tiny import tiny_tokenizer
 
 KEYS = ("kl", "log_probs", "ref_log_probs", "values", "advantages", "rewards", "returns")
@@ -230,3 +231,19 @@ def test_a_long_response_is_cut(record: RunRecord, tmp_path: Path) -> None:
     assert "30 more tokens are not shown" in html(
         of([step.samples[0]], make_xray(tmp_path, record.config, TOKENIZER, 1))
     )
+
+
+def test_numbers_of_several_dimensions_are_weighted_as_they_are_learned_from() -> None:
+    """The row whose total is furthest off is shown for it, though single dimensions of another are further off."""
+    batch = make_batch(lengths=(2, 2, 2, 2), values=(PARTS + 1,))
+    returns = batch.values.clone()
+    returns[1, :2] += torch.tensor([5.0, 0.0, 0.0])  # of which nothing is learned
+    returns[2, :2] += torch.tensor([0.0, 0.0, 1.0])
+    weights = torch.tensor([[0.0, 1.0]]).expand(4, 2)
+    scores, kl = torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.eye(4)[:, :1].expand(4, 4).contiguous()
+    batch = replace(batch, returns=returns, score_weights=weights, scores=scores, kl=kl)
+    assert choose(batch, 4)[2] == "values furthest off"
+    for key in ("values", "rewards", "returns"):
+        expected = (getattr(batch, key) * torch.tensor([0.0, 1.0, 1.0])).sum(dim=-1)
+        torch.testing.assert_close(numbers_of(batch, key), expected)
+    assert torch.equal(numbers_of(batch, "kl"), batch.kl)

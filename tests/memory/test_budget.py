@@ -91,7 +91,7 @@ def test_a_pass_ends_at_its_tokens_and_a_shortage_halves_them_too() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         taken.append((piece.start, piece.stop))
 
-    size.through(8, work, [1, 2, 2, 3, 6, 6, 7, 20])
+    size.through(8, work, lambda: [1, 2, 2, 3, 6, 6, 7, 20])
     assert taken == [(0, 4), (4, 5), (5, 6), (6, 7), (7, 8)]
     assert (size.size, size.tokens) == (2, 6)
 

@@ -16,6 +16,7 @@ from fourfold.planner.architectures import Architecture
 from fourfold.planner.bill import Footprint
 from fourfold.planner.costs import costs
 from fourfold.planner.footprint import footprint
+from fourfold.planner.holding import own_bytes
 from fourfold.planner.passes import passes
 from fourfold.planner.scene import Lengths, Scene
 from fourfold.training.accounting import Accountant
@@ -115,6 +116,14 @@ def test_the_language_heads_second_pass_leaves_the_last_chunk_out() -> None:
     matrices = 2 * (4 * 4096**2 + 3 * 4096 * 11008) * tokens
     layers = 32 * (2 * matrices + 2 * 4 * 4096 * attended)
     assert backward.flops == layers + head * (2 * 16 * 300 + 2 * 2048)
+
+
+def test_frozen_adapters_lie_in_float32_and_only_a_scorer_has_a_number_head() -> None:
+    """In bfloat16, where a head that was counted for the reference would be a narrow one."""
+    adapted = scene(sharing__mode="adapters", precision__compute="bfloat16")
+    low_rank, head = module.Cut.of(adapted).adapter_parameters, LLAMA_2_7B.hidden + 1
+    assert own_bytes(adapted, "reference") == 4 * low_rank
+    assert own_bytes(adapted, "reward") == 4 * (low_rank + head)
 
 
 def test_a_limit_of_tokens_cuts_passes_as_fewer_rows_do() -> None:

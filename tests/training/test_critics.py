@@ -17,9 +17,10 @@ from fourfold.config.schema import CriticSection, PpoSection
 from fourfold.errors import Interrupted
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.roles import Activations
+from fourfold.training.learner import Totals
 from fourfold.training.pretraining import pretrain_critic
 from fourfold.training.trainer import Trainer
-from fourfold.training.update import Learned, Learner, update
+from fourfold.training.update import Learned, Learner, _MiniBatches, update
 from fourfold.training.value_lesson import ValueLesson
 from tiny import tiny_directory
 from training.runs import (
@@ -204,6 +205,17 @@ def test_one_pass_over_standing_values_errs_by_what_it_scored(tmp_path: Path) ->
     trainer = trainer_of(tmp_path, steps=1, num_epochs=1, mini_batch_size=8)
     [row] = steps_of(trainer)
     assert row["value_loss_last_pass_per_token"] == pytest.approx(row["value_loss_fresh_per_token"], rel=1e-4)
+
+
+def test_the_last_pass_is_told_where_its_first_mini_batch_is_the_actors_turn() -> None:
+    totals = Totals()
+    for of_pass, error in ((0, 4.0), (0, 4.0), (1, 1.0), (2, 0.5), (2, 0.5)):
+        totals.value_pass(of_pass)
+        totals.sums["value_error"] += error
+    assert totals.sums["value_error"] == 1.0
+    minis = _MiniBatches(6, 2, 0, torch.device("cpu"))
+    passes = [[batch.of_pass for turn in minis.turns(epoch, 2) for batch in turn.critic] for epoch in (0, 1)]
+    assert passes == [[0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3]]
 
 
 # --- dropout and several heads ----------------------------------------------------------------------------------------

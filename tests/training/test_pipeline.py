@@ -249,6 +249,8 @@ def test_a_metric_that_no_evaluation_has_cannot_choose_the_best(tmp_path: Path) 
     for given, hint in (
         ("eval_scor_mean", "did you mean 'eval_score_mean'"),
         ("eval_judge_mean", "allowed with these"),
+        ("eval_kl_step_0_per_sequence", "allowed with these"),
+        ("eval_step_0_log_prob_per_token", "allowed with these"),
     ):
         tree = merged(settings(tmp_path), {"checkpoint": {"best_metric": given}})
         with pytest.raises(ValueError, match=f"checkpoint.best_metric: given '{given}'; .*{hint}"):

@@ -46,6 +46,15 @@ def separate(folder: Path, **ppo: Any) -> Tree:
     return by_model(settings(folder, merged(by_function("pays_by_hash", **ppo), SEPARATE)), folder / "reward")
 
 
+def test_a_vector_critic_is_not_compared_with_the_reward_model_at_a_service(tmp_path: Path) -> None:
+    """It starts from it, and has two numbers where the service has one."""
+    tree = merged(separate(tmp_path, steps=1), {"critic": {"init": "reward", "heads": "vector"}})
+    with listening(hosted_roles(tree, "reward")) as server:
+        trainer = make_trainer(make_config(at_service(tree, server.url, "reward")))
+        assert trainer.models.critic.head.shape == (2,)
+        assert trainer.step()["reward_pass_seconds"] > 0
+
+
 @pytest.mark.parametrize("init", ["actor", "reward", "base"])
 def test_a_run_without_the_weights_of_two_roles_learns_the_same_bits(tmp_path: Path, init: str) -> None:
     """Rows 35 and 44: bytes at the storages, and two steps with a pre-flight and an evaluation before them."""

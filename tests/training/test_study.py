@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli.main import main
+from fourfold.cli.study import NAMES
 from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.errors import Interrupted
 from fourfold.training.folder import RunFolder
@@ -129,10 +130,21 @@ def test_every_variant_is_a_configuration_that_a_run_accepts(tmp_path: Path, nam
     assert len(planned) >= 3 and len({each.variant.name for each in planned}) == len(planned)
     resolved = [each.run(7, tmp_path).model_dump(exclude={"output"}) for each in planned]
     assert all(resolved.count(each) == 1 for each in resolved), "variants differ"
-    shared = {each.variant.name: each.shared for each in planned}
+    shared = {each.variant.name: each.shared and each.shared.folder for each in planned}
     assert (len(set(shared.values())) == 1) == (name != "sharing")
     if name == "sharing":
         assert shared["frozen-trunk"] == shared["shared-trunk"] == shared["actors-trunk"] != shared["separate"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_what_is_asked_for_changes_no_folder_of_shared_stages(tmp_path: Path, name: str) -> None:
+    """One variant after all, or the other way round, in one output: the same folders and settings of theirs."""
+    config, out = make_config(tree_of(tmp_path)), tmp_path / "out"
+    together = {each.variant.name: each.shared for each in plan(STUDIES[name], config, Asked(), out)}
+    for variant, shared in together.items():
+        [alone] = plan(STUDIES[name], config, Asked(variants=[variant]), out)
+        assert alone.shared == shared and shared is not None
+    assert tuple(STUDIES) == NAMES
 
 
 @pytest.mark.parametrize(

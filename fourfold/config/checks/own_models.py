@@ -36,7 +36,7 @@ def reward_model(config: RunConfig) -> Iterator[str]:
     reward = config.reward
     for key, given in reward.classifiers.items():
         yield from _classifier(key, given)
-    if reward.classifiers and not reward.of_the_base and "ppo" in config.stages and config.critic.init == "reward":
+    if reward.classifiers and not reward.of_the_base and "ppo" in config.stages and config.critic.from_reward:
         yield (
             "critic.init: 'reward' copies the reward model, and that of source = 'model' is of another family: "
             "its layers read other tokens than the actor writes; allowed: 'actor' or 'base', or critic.model; try "

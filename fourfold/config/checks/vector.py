@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
+
+MOST_TOLD = 8  # parts whose weights are told in prompts, in 19,448 ways
 
 
 def values(config: RunConfig) -> Iterator[str]:
@@ -37,6 +40,11 @@ def sampled_weights(config: RunConfig) -> Iterator[str]:
         yield (
             f"reward.weights: given 'sampled', but there are {len(reward.parts)} reward.parts to weigh; allowed: at "
             "least two"
+        )
+    if len(reward.parts) > MOST_TOLD:
+        yield (
+            f"reward.weights: given 'sampled' beside {len(reward.parts)} reward.parts, whose weights can be told "
+            f"in {math.comb(10 + len(reward.parts) - 1, 10):,} ways, in tenths; allowed: at most {MOST_TOLD} parts"
         )
     for name, part in reward.parts.items():
         if part.weight <= 0:

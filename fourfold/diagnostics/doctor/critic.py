@@ -324,9 +324,10 @@ DIAGNOSES = (
         "critic",
         "warning",
         "Values follow the length of the response more than returns do.",
-        f"Means over each response of the newest held-out rollout: x = |partial rank correlation of value and length, "
-        f"return taken out|, y = |rank correlation of return and length|. The smaller of the confidences (Fisher's z, "
-        f"error 1 / sqrt(n - 4)) that x > {LENGTH} and that x > y.",
+        f"Means over each response of the newest held-out rollout (where none is held out, of training): x = |partial "
+        f"rank correlation of value and length, return taken out|, y = |rank correlation of return and length|. The "
+        f"smaller of the confidences (Fisher's z, errors 1 / sqrt(n - 4) and 1 / sqrt(n - 3)) that x > {LENGTH} and "
+        "that x > y.",
         "Take another `critic.init`, raise `critic.warmup_rollouts` or `critic.pretrain_rollouts`.",
         length_bias,
     ),

@@ -46,13 +46,11 @@ class Examination:
         return asdict(self)
 
 
-def diagnose(run: Path) -> list[Verdict]:
-    """The verdicts on the run in a folder, the most serious first; ValueError for a folder of no run."""
-    return list(examine(run).verdicts)
-
-
 def examine(run: Path) -> Examination:
-    """Everything: a run that goes on, was interrupted or has failed is read as far as it got."""
+    """Everything, the most serious first; ValueError for a folder of no run.
+
+    A run that goes on, was interrupted or has failed is read as far as it got.
+    """
     return examined(read_records(run))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,13 +65,17 @@ class Records:
     run: RunRecord
     held_out: KeptFiles
     training: KeptFiles
-    preflight: Mapping[str, Any]
     _read: dict[tuple[KeptFiles, int], Experience] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
         """The settings of the run."""
         return self.run.config
+
+    @property
+    def preflight(self) -> Mapping[str, Any]:
+        """What was found before the first step."""
+        return self.run.preflight
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -141,11 +144,11 @@ class Records:
         """Whether the run stopped because a loss, gradient, weight or output of a role was NaN or infinite."""
         return role in self.failure and re.search(r"\b(nan|inf|finite)\b", self.failure) is not None
 
-    def kept_scores(self) -> Iterator[tuple[int, Numbers]]:
+    def kept_scores(self) -> Iterator[Numbers]:
         """Scores of every kept rollout, training before held-out ones."""
         for files in (self.training, self.held_out):
             for step in files.steps():
-                yield step, self.kept(files, step).scores.double().numpy()
+                yield self.kept(files, step).scores.double().numpy()
 
 
 _NO_KEPT = "no {} rollout is kept; give data.prompts_test, evaluation.every, and leave evaluation.keep_rollouts at true"
@@ -156,10 +159,4 @@ def read_records(run: Path) -> Records:
     record = read_run(run)
     if record.problems and not record.steps:
         raise ValueError("; ".join(record.problems))
-    preflight = run / "ppo" / "preflight.json"
-    return Records(
-        run=record,
-        held_out=held_out_files(run),
-        training=training_files(run),
-        preflight=json.loads(preflight.read_text(encoding="utf-8")) if preflight.is_file() else {},
-    )
+    return Records(run=record, held_out=held_out_files(run), training=training_files(run))

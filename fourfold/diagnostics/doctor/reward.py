@@ -27,7 +27,6 @@ from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
 SAME, CLIPPED = 0.75, 0.2
 # Distance of a score from the median, in spreads.
 FAR = 20.0
-FAILING = 0.0
 # Rank correlation of score and length.
 LENGTH = 0.6
 # Pairs ranked as people do; confidence of the reward model less that.
@@ -59,7 +58,7 @@ def outliers(records: Records) -> Finding:
     found = list(records.kept_scores())
     if not found:
         raise CannotJudge("no rollout is kept, whose scores tell what is usual; see evaluation.keep_rollouts")
-    scores = numpy.concatenate([scores for _, scores in found])
+    scores = numpy.concatenate(found)
     centre, usual = float(numpy.median(scores)), spread(scores)
     if usual == 0:
         raise CannotJudge("all scores of the kept rollouts are alike")

@@ -11,7 +11,7 @@ from fourfold.diagnostics.doctor.examine import Examination
 from fourfold.diagnostics.doctor.verdict import Severity, Verdict
 from fourfold.diagnostics.tables import visible
 
-_STYLES: dict[Severity, str] = {"ill": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
+STYLES: dict[Severity, str] = {"ill": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
 
 
 def examination_table(examination: Examination) -> RenderableType:
@@ -22,7 +22,7 @@ def examination_table(examination: Examination) -> RenderableType:
     table.add_column("steps", justify="right", no_wrap=True)
     table.add_column("evidence and remedy", overflow="fold", ratio=1)
     for verdict in examination.verdicts:
-        name = Text(f"{verdict.severity}: {verdict.name}", style=_STYLES[verdict.severity])
+        name = Text(f"{verdict.severity}: {verdict.name}", style=STYLES[verdict.severity])
         table.add_row(name, f"{verdict.confidence:.0%}", _steps(verdict), _said(verdict))
     parts: list[RenderableType] = [visible(f"the run: {examination.state}")]
     parts.append(table if examination.verdicts else Text("nothing could be judged"))

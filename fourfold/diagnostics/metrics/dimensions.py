@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import LEARNED_TOKENS
-
-_CRITIC_TOKENS = "response tokens of the mini-batches that the critic went through"
+from fourfold.diagnostics.metrics.update import CRITIC_TOKENS
 
 # NAME is a part of the reward or 'penalties'.
 DIMENSIONS = (
@@ -42,7 +41,7 @@ DIMENSIONS = (
         "value_loss_per_token/NAME",
         "return squared",
         "sum over tokens of half the (clipped) squared error of the value of dimension NAME",
-        _CRITIC_TOKENS,
+        CRITIC_TOKENS,
         "falls",
         "grows: as for value_loss_per_token",
         promised=False,
@@ -51,7 +50,7 @@ DIMENSIONS = (
         "value_clip_fraction/NAME",
         "share",
         "tokens at which the clipped branch of the value loss of dimension NAME was the larger one",
-        _CRITIC_TOKENS,
+        CRITIC_TOKENS,
         "below 0.3",
         "larger: its returns are wide against its clip range; give it one in `critic.value_clip_eps`",
         promised=False,

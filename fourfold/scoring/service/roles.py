@@ -25,7 +25,6 @@ from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, rows_within
 from fourfold.memory.offload import residency_of
-from fourfold.models.micro_batches import tokens_of
 from fourfold.models.reference import OwnPolicy
 from fourfold.models.roles import Activations, Policy
 from fourfold.scoring.service import wire
@@ -106,7 +105,8 @@ class RemoteRole:
     def send(self, rollout: Rollout, order: Tensor, size: BatchSize, temperature: float) -> None:
         """Have these rows, in this order and so many at a time, worked at; whole micro-batches make a request."""
         rows, at_once = wire.rows_of(rollout.select(order)), size.size or len(order)
-        step, lengths = max(at_once, self._max_rows // at_once * at_once), tokens_of(rollout, order)
+        step = max(at_once, self._max_rows // at_once * at_once)
+        lengths = [len(prompt) + len(response) for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
         start = 0
         while start < len(rows):
             # With a limit of tokens each micro-batch is a request of its own: the service counts rows only.
