@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -118,10 +121,23 @@ def tiny_directory(
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """A Hugging Face directory with a tiny model and its tokenizer, as `model.path` takes it."""
-    tokenizer = tiny_tokenizer(pad_is_eos, bos)
-    tiny_model(family, vocab_size, layers, hidden, seed, EOS if pad_is_eos else PAD).to(dtype).save_pretrained(path)  # pyright: ignore[reportArgumentType]
-    tokenizer.save_pretrained(path)
-    return path
+    return _copied(path, _directory, family, vocab_size, layers, hidden, seed, pad_is_eos, bos, dtype)
+
+
+def _directory(
+    path: Path,
+    family: str,
+    vocab_size: int,
+    layers: int,
+    hidden: int,
+    seed: int,
+    pad_is_eos: bool,
+    bos: bool,
+    dtype: torch.dtype,
+) -> None:
+    model = tiny_model(family, vocab_size, layers, hidden, seed, EOS if pad_is_eos else PAD)
+    model.to(dtype).save_pretrained(path)  # pyright: ignore[reportArgumentType]
+    tiny_tokenizer(pad_is_eos, bos).save_pretrained(path)
 
 
 def tiny_classifier(
@@ -131,6 +147,10 @@ def tiny_classifier(
 
     Letters are its words: "bert" reads them between [CLS] and [SEP], "llama" after [CLS] as its BOS.
     """
+    return _copied(path, _classifier, family, labels, seed, layers)
+
+
+def _classifier(path: Path, family: str, labels: tuple[str, ...], seed: int, layers: int) -> None:
     characters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-_ \n"]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(characters)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -155,4 +175,16 @@ def tiny_classifier(
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     torch.random.set_rng_state(torch_state)
     model.save_pretrained(path)
+
+
+_MADE: dict[tuple[object, ...], TemporaryDirectory[str]] = {}
+
+
+def _copied(path: Path, make: Callable[..., None], *given: Any) -> Path:
+    """What `make` writes with these arguments: written once a process, and copied, since tests damage what they get."""
+    key = (make.__name__, *given)
+    if key not in _MADE:
+        _MADE[key] = TemporaryDirectory()
+        make(Path(_MADE[key].name), *given)
+    shutil.copytree(_MADE[key].name, path, dirs_exist_ok=True, copy_function=shutil.copyfile)
     return path

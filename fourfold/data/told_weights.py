@@ -150,17 +150,21 @@ class ToldWeights:
     def _by_ids(self) -> dict[tuple[int, ...], Tenths]:
         return {tuple(ids): tenths for tenths, ids in self._ids.items()}
 
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Tokens that weights take, the longest first."""
+        return sorted({len(ids) for ids in self._by_ids}, reverse=True)
+
     def _start(self, prompt: Sequence[int]) -> int:
         return int(len(prompt) > 0 and prompt[0] == self._tokenizer.bos_token_id)
 
     def _told(self, rollout: Rollout) -> Iterator[tuple[Tenths, Int64[Tensor, "told"]]]:
         """The weights of each row, and the columns that say them."""
-        lengths = sorted({len(ids) for ids in self._by_ids}, reverse=True)
         for sequence, mask in zip(rollout.sequences.tolist(), rollout.prompt_mask, strict=True):
             columns = mask.nonzero()[:, 0]
             prompt = [sequence[column] for column in columns.tolist()]
             start = self._start(prompt)
-            known = (n for n in lengths if tuple(prompt[start : start + n]) in self._by_ids)
+            known = (n for n in self._lengths if tuple(prompt[start : start + n]) in self._by_ids)
             length = next(known, 0)
             assert length, "every prompt of a run with sampled weights begins with them"
             yield self._by_ids[tuple(prompt[start : start + length])], columns[start : start + length]

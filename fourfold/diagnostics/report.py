@@ -27,7 +27,7 @@ def write_report(root: Path, file: Path, asked: Asked) -> Contents:
     """Write the page of a run as it stands; returns what is on it."""
     record = read_run(root)
     contents = Contents(
-        record, examination_of(root), _xray(root, record.config, asked), memory_of(record), time_of(record)
+        record, examination_of(record), _xray(root, record.config, asked), memory_of(record), time_of(record)
     )
     write_atomically(file, report_page(contents))
     return contents

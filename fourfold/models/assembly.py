@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,24 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.checks import reference_at_llama_cpp, roles_at_a_service, roles_of_the_base
-from fourfold.config.schema import ClassifierSection, RunConfig
-from fourfold.memory.budget import Budget
+from fourfold.config.schema import RunConfig
 from fourfold.memory.offload import is_elsewhere
 from fourfold.memory.precision import dtype_of
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.critics import critic_and_reward, critic_bytes
-from fourfold.models.external import External, load_external, placed, weight_bytes
+from fourfold.models.external import External, weight_bytes
 from fourfold.models.heads import MultiHead, ScalarHead, VectorHead
 from fourfold.models.identity import RoleWeights, weights_of_role
 from fourfold.models.llama_roles import reference_by_llama_cpp
 from fourfold.models.loading import Base
-from fourfold.models.onnx import run_by_onnx
 from fourfold.models.outside import Absent
 from fourfold.models.priors import MovingReference, UniformPolicy, hold_as_trained
 from fourfold.models.products import hold_narrowly
 from fourfold.models.quantized import quantize_checked
 from fourfold.models.reference import load_reference, reference_form
-from fourfold.models.residency import HostResidency
 from fourfold.models.roles import (
     Policy,
     Scorer,
@@ -41,6 +38,7 @@ from fourfold.models.roles import (
 from fourfold.models.room import Room
 from fourfold.models.split import Part
 from fourfold.models.storage import RoleRecord, load_role
+from fourfold.models.text_rewards import classifiers_of, text_reward
 from fourfold.models.trunk import hold_frozen_layers_narrowly, layer_parameters, trainable_copy
 from fourfold.planner.advice import STEP_0, TRAINED_TRUNK
 from fourfold.planner.quantization import QUANTIZED
@@ -113,8 +111,8 @@ def assemble(config: RunConfig, base: Base, sft: Path | None, reward: Path | Non
     room = base.room(config, critic_bytes(config, base))
     # First, so that what an export takes for a moment lies beside the base only.
     away = roles_at_a_service(config)
-    external = _external(config, room) if config.reward.source == "model" and "reward" not in away else None
-    classifiers = _classifiers(config, room)
+    external = text_reward(config, room) if config.reward.source == "model" and "reward" not in away else None
+    classifiers = classifiers_of(config, room)
     from_base = config.critic.of_the_run and config.critic.init == "base"
     fresh = None
     if from_base or (reward is not None and ("reward" not in away or config.critic.from_reward)):
@@ -225,41 +223,6 @@ def _step_0(config: RunConfig, base: Base, room: Room, actor: Policy) -> Policy 
         _freeze(policy, "auto", base)
     room.froze(STEP_0)
     return policy
-
-
-def _external(config: RunConfig, room: Room, others: Mapping[str, ClassifierSection] | None = None) -> External:
-    """A reward model of another family, run by the engine of the settings."""
-    with room.role("reward", weight_bytes(config.reward.model)):
-        return external_reward(config, room.budget, others)
-
-
-def _classifiers(config: RunConfig, room: Room) -> dict[str, External]:
-    """Those of a combined reward, each loaded as if it were the run's only reward model.
-
-    Parts that differ in label alone have one: it stands under the key of the first.
-    """
-    found: dict[str, External] = {}
-    for key, keys in config.reward.held_classifiers.items() if config.reward.source == "combined" else ():
-        others = {other: config.reward.classifiers[other] for other in keys[1:]}
-        try:
-            found[key] = _external(config.with_reward(key), room, others)
-        except ValueError as error:
-            if any(str(error).startswith(f"{other}.") for other in others):
-                raise
-            raise ValueError(f"{key}: {error}") from error
-    return found
-
-
-def external_reward(
-    config: RunConfig, budget: Budget, others: Mapping[str, ClassifierSection] | None = None
-) -> External:
-    """`reward.model`, where the settings want it; `others` read its logits by labels of their own."""
-    external = load_external(config, budget, others)
-    if config.reward.engine != "torch":
-        run_by_onnx(external, Path(config.model.cache).expanduser(), config.reward.engine, budget)
-    elif placed(config)[0].type != budget.device.type:
-        external.residency = HostResidency()
-    return external
 
 
 def _freeze(role: Policy | Scorer, held: str, base: Base) -> None:

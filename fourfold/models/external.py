@@ -8,7 +8,6 @@ two tokenizers make of a text. What it excludes: a critic that starts from the r
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,18 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
-from fourfold.config.schema import ClassifierSection, RewardSection, RunConfig
+from fourfold.config.schema import ClassifierSection, RunConfig
 from fourfold.memory.attention import use_attention
 from fourfold.memory.budget import Budget
 from fourfold.memory.offload import Residency
 from fourfold.memory.precision import DTYPES, resolve_compute
 from fourfold.memory.quantization import quantize
 from fourfold.models.classifier import Classifier, TorchClassifier
-from fourfold.models.judge import HEAD_TOLERANCE, is_judge, judge_of
+from fourfold.models.judge import HEAD_TOLERANCE, answer_tokens, is_judge, judge_of
 from fourfold.models.loading import device_of, out_of_the_file
 from fourfold.models.outside import Outside
-from fourfold.models.pretrained import pretrained
+from fourfold.models.pretrained import pretrained, without_weights
+from fourfold.models.text_reader import Row, TextReader, probe, reader_of
 from fourfold.planner.architectures import FAMILIES
 from fourfold.planner.compute import causal_attended_tokens, classifier_flops
 from fourfold.planner.quantization import QUANTIZED
@@ -36,79 +36,14 @@ from fourfold.planner.quantization import QUANTIZED
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a padded batch is checked on when a model is loaded: texts of several lengths, so that most rows have padding.
-PROBE: tuple[tuple[str, str], ...] = (
-    ("what is rain?", " water."),
-    ("say something good about the sea and the wind", " it is wide and blue, and the wind makes the waves of it."),
-    ("the book", " was long, and dull. i left it after ten pages."),
-    ("a", " b"),
-)
 # Largest difference that padding may make, relative to the largest score: rounding of the compute type.
 PADDING_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Largest change of a score that weights in fewer bits may make, relative to the largest: docs/memory.md has measured.
 QUANTIZED_BOUNDS = {"int8": 0.1, "int8_dynamic": 0.2, "nf4": 0.6}
-# Lengths that stand for "no limit" in tokenizers' configs are far above this.
-_NO_LIMIT = 10**6
-
 # What `reward.model` may be.
 ALLOWED = "a folder with config.json, safetensors and a tokenizer, or a hub id that is cached or reachable"
 
-Row = Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True)
-class TextReader:
-    """Makes rows of token ids of prompts and responses, as the reward model's own tokenizer does."""
-
-    tokenizer: Any
-    template: str
-    names: tuple[str, ...]  # the model's inputs
-    padding: Mapping[str, int]
-    limit: int  # tokens a row, 0 for none
-
-    def rows(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[list[Row], int]:
-        """One row a response, and how many were too long: of those the first tokens go, special ones stay."""
-        segments = self._segments(prompts, responses)
-        rows = self._ids(segments, {})
-        long = [number for number, row in enumerate(rows) if self.limit and len(row["input_ids"]) > self.limit]
-        for number in long:
-            rows[number] = self._cut(rows[number], [part[number] for part in segments])
-        return rows, len(long)
-
-    def _segments(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[str]]:
-        """The texts, or the first and the second segments."""
-        if self.template == "pair":
-            return [list(prompts), list(responses)]
-        pairs = zip(prompts, responses, strict=True)
-        if self.template == "chat":
-            return [[self._chat(prompt, response) for prompt, response in pairs]]
-        template = self.template or "{prompt}{response}"
-        return [[template.format(prompt=prompt, response=response) for prompt, response in pairs]]
-
-    def _chat(self, prompt: str, response: str) -> str:
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        return self.tokenizer.apply_chat_template(turns, tokenize=False)
-
-    def _ids(self, segments: Sequence[Sequence[str]], cut: Mapping[str, Any]) -> list[Row]:
-        # A chat template writes its special tokens itself.
-        special = self.template != "chat"
-        found = self.tokenizer(*segments, add_special_tokens=special, verbose=False, **cut)
-        return [{name: found[name][row] for name in self.names} for row in range(len(segments[0]))]
-
-    def _cut(self, row: Row, segments: Sequence[str]) -> Row:
-        if self.template != "chat":
-            [row] = self._ids([[text] for text in segments], {"truncation": True, "max_length": self.limit})
-            return row
-        head = int(self.limit > 1 and row["input_ids"][0] == self.tokenizer.bos_token_id)
-        return {name: [*ids[:head], *ids[len(ids) - self.limit + head :]] for name, ids in row.items()}
-
-    def batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Rows side by side, padded on the right: int64 [batch, time] for each of the model's inputs."""
-        width = max(len(row["input_ids"]) for row in rows)
-        return {
-            name: torch.tensor([[*row[name], *[fill] * (width - len(row[name]))] for row in rows])
-            for name, fill in self.padding.items()
-        }
+Kind = Literal["classifier", "judge"]
 
 
 @dataclass
@@ -179,27 +114,25 @@ def load_external(config: RunConfig, budget: Budget, others: Mapping[str, Classi
     """
     settings = config.reward
     device, dtype = placed(config)
-    kind = _kind(settings.model)
-    model, tokenizer = _classifier(settings.model, dtype, kind)
+    kind = _kind(config)
+    model, tokenizer = pretrained(
+        _auto_class(kind), _place(config), dtype, given=_given(config), allowed=ALLOWED,
+        instead="give a model that was trained to score or to classify texts",
+    )  # fmt: skip
     use_attention(model, config.memory.attention, device)
     model.requires_grad_(False).eval()
     cast(nn.Module, model).to(device)
     out_of_the_file(model)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
-    pad_id = _pad_id(model, tokenizer)
-    tables = {"reward": settings, **(others or {})}
+    question = _Question.of(model, tokenizer, config, others or {}, kind)
     if kind == "judge":
-        labels = list(dict.fromkeys(name for each in tables.values() for name in each.label))
-        classifier = judge_of(model, tokenizer, settings, labels, HEAD_TOLERANCE[dtype])
+        classifier = judge_of(model, tokenizer, question.answers, HEAD_TOLERANCE[dtype], _given(config))
     else:
-        named: Any = model.config.id2label
-        labels = [str(named[number]) for number in range(len(named))]
         classifier = TorchClassifier(model)
         if dtype != torch.float32:
             _keep_head_in_float32(model)
-    reader = _reader(model, tokenizer, settings, pad_id)
-    external = External(classifier, reader, *(_factors(labels, each, f"{key}.label") for key, each in tables.items()))
+    external = External(classifier, question.reader, *question.factors)
     if settings.residency == "stream" and not external.layers:
         raise ValueError(
             f"reward.residency = 'stream': {type(model).__name__} does not show its layers as one list of "
@@ -211,6 +144,13 @@ def load_external(config: RunConfig, budget: Budget, others: Mapping[str, Classi
         quantize_external(external, config.precision.reward)
     external.take_work()
     return external
+
+
+def check_external(config: RunConfig, others: Mapping[str, ClassifierSection] | None = None) -> None:
+    """ValueError where `load_external` would refuse labels, answers, template or length. Weights are not read."""
+    kind = _kind(config)
+    model, tokenizer = without_weights(_auto_class(kind), _place(config), given=_given(config), allowed=ALLOWED)
+    _Question.of(model, tokenizer, config, others or {}, kind)
 
 
 def weight_bytes(path: str) -> int:
@@ -250,21 +190,54 @@ def quantize_external(external: External, kind: str) -> float:
     return gap
 
 
-def _place(path: str) -> str:
-    return str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
+def _given(config: RunConfig) -> str:
+    return f"reward.model = {config.reward.model!r}"
 
 
-def _kind(path: str) -> Literal["classifier", "judge"]:
+def _place(config: RunConfig) -> str:
+    path = Path(config.reward.model).expanduser()
+    return str(path) if path.exists() else config.reward.model
+
+
+def _kind(config: RunConfig) -> Kind:
     """A causal language model is a judge; everything else is tried as a sequence classifier."""
-    return "judge" if is_judge(_place(path), given=f"reward.model = {path!r}", allowed=ALLOWED) else "classifier"
+    return "judge" if is_judge(_place(config), given=_given(config), allowed=ALLOWED) else "classifier"
 
 
-def _classifier(path: str, dtype: torch.dtype, kind: Literal["classifier", "judge"]) -> tuple[PreTrainedModel, Any]:
+def _auto_class(kind: Kind) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    loaded = AutoModelForCausalLM if kind == "judge" else AutoModelForSequenceClassification
-    instead = "give a model that was trained to score or to classify texts"
-    return pretrained(loaded, _place(path), dtype, given=f"reward.model = {path!r}", allowed=ALLOWED, instead=instead)
+    return AutoModelForCausalLM if kind == "judge" else AutoModelForSequenceClassification
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of a model: how texts are read, what each of its labels counts in each reading, and, of a judge,
+    which tokens the labels are."""
+
+    reader: TextReader
+    factors: list[list[float]]
+    answers: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        config: RunConfig,
+        others: Mapping[str, ClassifierSection],
+        kind: Kind,
+    ) -> _Question:
+        """By the settings; ValueError where this model, or its tokenizer, cannot be asked so. No weight is read."""
+        tables: dict[str, ClassifierSection] = {"reward": config.reward, **others}
+        if kind == "judge":
+            labels = list(dict.fromkeys(name for each in tables.values() for name in each.label))
+            answers = answer_tokens(tokenizer, config.reward, labels)
+        else:
+            named: Any = model.config.id2label
+            labels, answers = [str(named[number]) for number in range(len(named))], []
+        factors = [_factors(labels, each, f"{key}.label") for key, each in tables.items()]
+        return cls(reader_of(model, tokenizer, config.reward), factors, answers)
 
 
 def _factors(names: Sequence[str], settings: ClassifierSection, key: str) -> list[float]:
@@ -286,71 +259,12 @@ def _factors(names: Sequence[str], settings: ClassifierSection, key: str) -> lis
     return [settings.label.get(name, 0.0) for name in names]
 
 
-def _pad_id(model: PreTrainedModel, tokenizer: Any) -> int:
-    """The id that fills rows up; decoders find the last token of a row by it."""
-    rows = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-    for given in (model.config.pad_token_id, tokenizer.pad_token_id):
-        if given is not None and 0 <= given < rows:
-            model.config.pad_token_id = given
-            return given
-    raise ValueError(
-        f"reward.model: neither the config nor the tokenizer names a padding token below {rows}, so that texts of "
-        "several lengths cannot be told apart; put pad_token_id into the model's config.json"
-    )
-
-
 def _keep_head_in_float32(model: PreTrainedModel) -> None:
     """Rounding a score to bfloat16's 8 bits would make ties of responses that are nearly as good."""
     for child in model.children():
         if child is not model.base_model:
             child.float()
             child.register_forward_pre_hook(lambda _, args: tuple(a.float() for a in args))
-
-
-def _reader(model: PreTrainedModel, tokenizer: Any, settings: RewardSection, pad_id: int) -> TextReader:
-    if settings.template == "chat" and tokenizer.chat_template is None:
-        raise ValueError(
-            f"reward.template: given 'chat', but the tokenizer of {settings.model!r} has no chat template; allowed: "
-            "'', 'pair', or a text with {prompt} and {response}"
-        )
-    taken = inspect.signature(model.forward).parameters
-    names = tuple(name for name in tokenizer.model_input_names if name in taken)
-    padding = {"input_ids": pad_id, "token_type_ids": tokenizer.pad_token_type_id, "attention_mask": 0}
-    tokenizer.truncation_side = "left"
-    return TextReader(
-        tokenizer, settings.template, names, {name: padding[name] for name in names}, _limit(model, tokenizer, settings)
-    )
-
-
-def _limit(model: PreTrainedModel, tokenizer: Any, settings: RewardSection) -> int:
-    """Tokens that a row may have; 0 where nothing limits them."""
-    positions = _positions(model)
-    if not settings.max_tokens:
-        return min((limit for limit in (positions, tokenizer.model_max_length) if 0 < limit < _NO_LIMIT), default=0)
-    special = 0 if settings.template == "chat" else tokenizer.num_special_tokens_to_add(settings.template == "pair")
-    if not special < settings.max_tokens <= (positions or _NO_LIMIT):
-        raise ValueError(
-            f"reward.max_tokens: given {settings.max_tokens}; allowed for {settings.model!r}: {special + 1} (its "
-            f"special tokens and one more) to {positions or _NO_LIMIT:,}"
-        )
-    return settings.max_tokens
-
-
-def _positions(model: PreTrainedModel) -> int:
-    """Positions that the model has; 0 where they are not limited."""
-    limits = [getattr(model.config, "max_position_embeddings", None) or 0]
-    for module in model.modules():
-        # RoBERTa and its kin count positions from the padding's id on.
-        table = getattr(module, "position_embeddings", None)
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            limits.append(table.num_embeddings - table.padding_idx - 1)
-    return min((limit for limit in limits if limit > 0), default=0)
-
-
-def probe(reader: TextReader) -> list[Row]:
-    """Rows of several lengths."""
-    prompts, responses = zip(*PROBE, strict=True)
-    return reader.rows(prompts, responses)[0]
 
 
 def verify_padding(external: External, *, tolerance: float) -> float:

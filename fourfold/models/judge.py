@@ -55,10 +55,8 @@ def is_judge(place: str, *, given: str, allowed: str) -> bool:
     return bool(named & set(CAUSAL.values()))
 
 
-def judge_of(
-    model: PreTrainedModel, tokenizer: Any, settings: ClassifierSection, answers: Sequence[str], tolerance: float
-) -> Judge:
-    """`model` without its language head; ValueError where it cannot be asked by these settings."""
+def answer_tokens(tokenizer: Any, settings: ClassifierSection, answers: Sequence[str]) -> list[int]:
+    """The token of each answer; ValueError where a causal language model cannot be asked by these settings."""
     given = f"reward.model = {settings.model!r} is a causal language model"
     if settings.engine != "torch":
         raise ValueError(f"reward.engine: given {settings.engine!r}, but {given}; allowed beside one: 'torch'")
@@ -79,9 +77,15 @@ def judge_of(
             f"{given}, and its tokenizer ends every text with {tokenizer.convert_ids_to_tokens(text[0][-1])!r} "
             "or makes no attention mask, so that no answer comes after the question; give another model"
         )
-    tokens = [_token(tokenizer, answer, settings) for answer in answers]
-    judge = Judge(model, tokens)
-    _verify_head(judge, tokenizer("is it good? ")["input_ids"], tokens, tolerance, given)
+    return [_token(tokenizer, answer, settings) for answer in answers]
+
+
+def judge_of(model: PreTrainedModel, tokenizer: Any, answers: Sequence[int], tolerance: float, given: str) -> Judge:
+    """`model` without its language head but for the rows of its answers; ValueError where those say something else."""
+    judge = Judge(model, answers)
+    _verify_head(
+        judge, tokenizer("is it good? ")["input_ids"], answers, tolerance, f"{given} is a causal language model"
+    )
     model.set_output_embeddings(nn.Identity())  # whose rows for all other tokens nothing reads
     return judge
 

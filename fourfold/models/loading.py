@@ -6,6 +6,7 @@ GGUF files are converted once into bf16 safetensors in a local cache. Nothing is
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fourfold.config.checks.trunk import trunk_depth
 from fourfold.config.paths import InPackage
 from fourfold.config.schema import RunConfig
 from fourfold.memory.attention import check_attention, use_attention
@@ -133,13 +135,19 @@ def file_in_package(path: str, key: str) -> Path:
     return file
 
 
+@functools.lru_cache
+def _digest(file: Path, size: int, modified: int) -> str:
+    """Of a file's content, read once as long as size and time of change stay: 0.8 s a GB, and a start asks often."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+
+
 def convert_gguf(file: Path, cache: Path, key: str = "model.path") -> Path:
     """Convert a GGUF file to a folder of bf16 safetensors with tokenizer, once; returns the folder."""
     if not file.is_file():
         raise ValueError(f"{key}: no GGUF file at {str(file)!r}; give an existing file")
-    with file.open("rb") as opened:  # 0.08 s for the 98 MB of the example's model
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
-    folder = cache / f"{file.stem}-{digest}"
+    found = file.stat()
+    folder = cache / f"{file.stem}-{_digest(file, found.st_size, found.st_mtime_ns)}"
     if (folder / "config.json").is_file():
         return folder
     quiet_imports()  # transformers imports torchao where it is installed
@@ -281,7 +289,7 @@ def _load_base(config: RunConfig, device: torch.device, budget: Budget) -> Base:
     use_attention(model, config.memory.attention, device)
     layout = layout_of(model)
     total = len(getattr(getattr(model, layout.body), layout.layers))
-    depth = _trunk_depth(config, total)
+    depth = trunk_depth(config, total)
     branch = cut(model, depth, total, compute_dtype=dtype)
     if mode != "adapters":
         branch.float()  # roles load float32 masters into it
@@ -355,25 +363,6 @@ def _hold_shared(head: LanguageHead, trunk: Part | None, dtype: torch.dtype) -> 
         trunk.compute_dtype = dtype
     head.weight.data = rounded(head.weight.data, dtype)  # not in every model one tensor with the look-up
     head.widened_in_pieces = True
-
-
-def _trunk_depth(config: RunConfig, total: int) -> int:
-    """Layers of the trunk: 0 where there is none."""
-    if config.sharing.mode == "none":
-        return 0
-    trunk = config.sharing.mode == "trunk"
-    key, own = (
-        ("trunk.branch_layers", config.trunk.branch_layers) if trunk else ("adapters.layers", config.adapters.layers)
-    )
-    if not trunk and own in (0, total):
-        return 0
-    if own >= total:
-        instead = 'or use sharing.mode = "none"' if trunk else "or 0 for all"
-        least = 0 if trunk and config.trunk.train else 1
-        raise ValueError(
-            f"{key} = {own}: the model has {total} layers, so {least} to {total - 1} are allowed; {instead}"
-        )
-    return total - own
 
 
 def require_positions(config: RunConfig, limit: int) -> None:

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from fourfold.memory.budget import Budget, give_back
 from fourfold.models.classifier import TorchClassifier
-from fourfold.models.external import External, TextReader, probe, relative_gap
+from fourfold.models.external import External, relative_gap
 from fourfold.models.outside import Outside
 from fourfold.models.residency import HostResidency
 from fourfold.models.roles import checksum
+from fourfold.models.text_reader import TextReader, probe
 
 log = logging.getLogger(__name__)
 

@@ -143,8 +143,9 @@ class _Maker:
             yield from self._from_ids("actor", "score", self._states, "lm")
         for _ in range(2 if exact else 1):
             yield from self._reference()
-        if self._config.reference.holds_step_0:  # beside another prior
-            yield from self._from_ids("reference", "score", self._states, "lm")
+        if self._config.reference.holds_step_0:  # the actor as it was, beside another prior or model
+            for each in self._from_ids("actor", "score", self._states, "lm"):
+                yield replace(each, role="reference") if each.role == "actor" else each
         yield from self._from_ids("critic", "score", self._whole, NumberHead.of_critic(self._config))
         if self._config.reward.of_the_base:
             yield from self._from_ids("reward", "score", self._whole, ONE_NUMBER)

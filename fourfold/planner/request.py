@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config.checks.critic import critic_layers
+from fourfold.config.checks.trunk import trunk_depth
 from fourfold.config.loading import apply_override, parse_config, read_extended
 from fourfold.config.schema import RunConfig
 from fourfold.planner.architectures import Architecture, find_architecture
@@ -109,14 +110,13 @@ def lengths_of(config: RunConfig) -> Lengths:
 def architectures_of(config: RunConfig) -> tuple[dict[str, Architecture], list[str]]:
     """The architectures of the run's model and of roles that have one of their own, and where each is from.
 
-    ValueError where one is not known, and where critic.layers are none of the run's model.
+    ValueError where one is not known, and where layers that the settings name are none of the run's model.
     """
     named = {"base": config.model.path, "critic": config.critic.model, "reference": config.reference.model}
     named |= {key: config.reward.classifiers[key].model for key in config.reward.held_classifiers}
     found = {role: find_architecture(name) for role, name in named.items() if name}
-    layers, sharing = found["base"].architecture.layers, config.sharing.mode
-    own = {"none": 0, "trunk": config.trunk.branch_layers, "adapters": config.adapters.layers}[sharing]
-    critic_layers(config, layers, max(layers - own, 0) if own or sharing == "trunk" else 0)
+    layers = found["base"].architecture.layers
+    critic_layers(config, layers, trunk_depth(config, layers))
     notes = [f"{role} model: {each.name}, from {each.source}" for role, each in found.items()]
     return {role: each.architecture for role, each in found.items()}, notes
 

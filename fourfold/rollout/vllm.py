@@ -79,7 +79,6 @@ class VllmServer:
         self._clients, self._policy, self._settings = clients, policy, adapters
         self._model, self._folder = model, folder.absolute()
         self._names = (f"fourfold-{uuid.uuid4().hex[:12]}-{number}" for number in itertools.count())
-        self._loaded = ""
         served = clients[0].get(MODELS).get("data")
         if not isinstance(served, list) or not served:
             raise ValueError(f"sampling.url: {clients[0].url} lists no models as vLLM does; {FLAGS}")
@@ -89,8 +88,9 @@ class VllmServer:
         """Its address."""
         return self._clients[0].url
 
-    def current(self) -> str:
-        """The name of a model at the server: its base with the adapters as they are now."""
+    @contextlib.contextmanager
+    def current(self) -> Iterator[str]:
+        """Within, the name of a model at the server: its base with the adapters as they are now."""
         name = next(self._names)
         folder = self._folder / name
         write_peft_folder(folder, adapters_of(self._policy.branch), self._settings, self._model)
@@ -98,11 +98,11 @@ class VllmServer:
             self._clients[0].tell(LOAD, {"lora_name": name, "lora_path": str(folder)})
         finally:
             shutil.rmtree(folder)  # the server has read it
-        before, self._loaded = self._loaded, name
-        if before:
+        try:
+            yield name
+        finally:
             with contextlib.suppress(RunFailed):  # one that it has forgotten, after a restart
-                self._clients[0].tell(UNLOAD, {"lora_name": before})
-        return name
+                self._clients[0].tell(UNLOAD, {"lora_name": name})
 
     def complete(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers, in the order of the requests."""
@@ -133,12 +133,13 @@ class VllmSampler:
     @torch.no_grad()
     def generate(self, prompts: PromptBatch, *, policy_version: int) -> tuple[Rollout, Activations]:
         """One response a row, all of them asked for at once."""
-        limit, model = self._settings.limited(prompts).max_new_tokens, self._server.current()
-        asked = [
-            self._request(model, tokens, seed, limit)
-            for tokens, seed in zip(prompts.tokens, prompts.seeds, strict=True)
-        ]
-        answers = self._server.complete(asked)
+        limit = self._settings.limited(prompts).max_new_tokens
+        with self._server.current() as model:
+            asked = [
+                self._request(model, tokens, seed, limit)
+                for tokens, seed in zip(prompts.tokens, prompts.seeds, strict=True)
+            ]
+            answers = self._server.complete(asked)
         drawn = [self._response(answer, message) for answer, message in zip(answers, asked, strict=True)]
         return self._exact.taken_up(rollout_of(self._base, prompts, drawn, policy_version))
 

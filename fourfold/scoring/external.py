@@ -12,8 +12,9 @@ from torch import Tensor
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.offload import Residency, residency_of
-from fourfold.models.external import External, Row
+from fourfold.models.external import External
 from fourfold.models.roles import Activations
+from fourfold.models.text_reader import Row
 from fourfold.scoring.sources import texts_of
 
 log = logging.getLogger(__name__)

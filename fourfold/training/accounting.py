@@ -95,8 +95,6 @@ class Accountant:
         self._values = _numbers_of(models.critic.head)
         if not self._uniform:
             roles["reference"] = models.reference
-        elif models.step_0 is not None:  # which is asked as the reference
-            roles["reference"] = models.step_0
         self._has_reward = isinstance(models.reward, Scorer)
         if isinstance(models.reward, Scorer):
             roles["reward"] = models.reward
@@ -131,8 +129,8 @@ class Accountant:
         for _ in range(2 if full_kl else 1):
             if not self._uniform:
                 self._from_ids(counter, "reference", "score", states, "lm")
-        if self._step_0:
-            self._from_ids(counter, "reference", "score", states, "lm")
+        if self._step_0:  # the actor as it was, whatever model the reference is
+            self._from_ids(counter, "reference", "score", states, "lm", shape="actor")
         self._from_ids(counter, "critic", "score", whole, self._values)
         if self._has_reward:
             self._from_ids(counter, "reward", "score", whole, ONE_NUMBER)
@@ -154,14 +152,17 @@ class Accountant:
             self._forward(counter, "trunk", "learn", learned.trunk.forward, "none")
             self._backward(counter, "trunk", learned.trunk.backward, "none", head_trained=False)
 
-    def _from_ids(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head) -> None:
-        """A pass of a role over the cached trunk, or through the one that it stands on."""
-        if self._trained_trunk and not self._shapes[role].own_model:
+    def _from_ids(
+        self, counter: PassCounter, role: str, phase: str, work: Work, head: Head, *, shape: str = ""
+    ) -> None:
+        """A pass of a role over the cached trunk, or through the one that it stands on; `shape` is a role's of that."""
+        if self._trained_trunk and not self._shapes[shape or role].own_model:
             self._forward(counter, "trunk", phase, work, "none")
-        self._forward(counter, role, phase, work, head)
+        self._forward(counter, role, phase, work, head, shape=shape)
 
-    def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head) -> None:
-        counter.count(role, phase, "forward", work.rows, work.tokens, forward_flops(**self._sizes(role, work, head)))
+    def _forward(self, counter: PassCounter, role: str, phase: str, work: Work, head: Head, *, shape: str = "") -> None:
+        flops = forward_flops(**self._sizes(shape or role, work, head))
+        counter.count(role, phase, "forward", work.rows, work.tokens, flops)
 
     def _backward(self, counter: PassCounter, role: str, work: Work, head: Head, *, head_trained: bool) -> None:
         sizes, again = self._sizes(role, work, head), self._shapes[role].again

@@ -40,8 +40,8 @@ from fourfold.training.folder import CONFIG, RunFolder, reward_model
 from fourfold.training.inputs import encode_inputs, read_records
 from fourfold.training.reward_model import Pair, pair_accuracy
 from fourfold.training.stage import learn_from
-from fourfold.training.supervised import Texts, fill_cache
-from fourfold.training.texts import TextCache, draw, epoch_batches
+from fourfold.training.supervised import Texts
+from fourfold.training.texts import UncachedTexts, draw, epoch_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,10 +141,8 @@ def distill(target: str, out: str, wanted: Wanted, overrides: Sequence[str], say
     lessons = _lessons(config, base, wanted, say)
     teacher = base.new_scorer()
     load_role(stored, teacher, record_for(config, "scorer"))
-    cache = TextCache(base)
-    every = [*lessons.texts, *lessons.held_out]
-    fill_cache(cache, every, "distill: trunk activations")
-    truth = dict(zip(every, values_of(teacher.requires_grad_(False), cache.activations, every), strict=True))
+    every, read = [*lessons.texts, *lessons.held_out], UncachedTexts(base, base.trunk).activations
+    truth = dict(zip(every, values_of(teacher.requires_grad_(False), read, every), strict=True))
     model, tokenizer = whole_model(config, base, teacher)
     model.requires_grad_(False)
     before = pruning.size_of(model)
@@ -291,10 +289,12 @@ def values_of(
     """The same of many texts, in their order."""
     order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
     found: dict[int, Tensor] = {}
-    for start in range(0, len(order), 16):
-        rows = order[start : start + 16]
-        values = values_at(scorer, *activations([texts[row] for row in rows]))
-        found |= {row: value.clone() for row, value in zip(rows, values, strict=True)}
+    with stage_progress("distill: values", len(texts), unit="texts") as progress:
+        for start in range(0, len(order), 16):
+            rows = order[start : start + 16]
+            values = values_at(scorer, *activations([texts[row] for row in rows]))
+            found |= {row: value.clone() for row, value in zip(rows, values, strict=True)}
+            progress.advance(len(rows))
     return [found[row] for row in range(len(texts))]
 
 

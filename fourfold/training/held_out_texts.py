@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from fourfold.memory.budget import BatchSize
 from fourfold.models.loading import Base
-from fourfold.models.roles import Activations, Policy
+from fourfold.models.roles import Policy
 from fourfold.training.supervised import Texts, mean_nll
-from fourfold.training.texts import TextCache
+from fourfold.training.texts import UncachedTexts
 
 
 @dataclass(frozen=True)
@@ -23,18 +21,6 @@ class HeldOutTexts:
 
     def nll(self, actor: Policy) -> float:
         """Nats a token under the actor as it is now (teacher-forced)."""
-        return mean_nll(actor, _Inputs(self.base, actor), self.texts, self.size)
-
-
-class _Inputs:
-    """What an actor reads of texts; nothing of it is kept."""
-
-    def __init__(self, base: Base, actor: Policy) -> None:
-        self._ids = TextCache(replace(base, trunk=None))
         # Over a trunk that is trained the actor takes ids through its own.
-        self._trunk = base.trunk if actor.trunk is None else None
-
-    def activations(self, texts: Texts) -> tuple[Activations, Tensor]:
-        """Of the frozen trunk where there is one, else the ids."""
-        found, ids = self._ids.activations(texts)
-        return found if self._trunk is None else Activations(self._trunk(ids, found.mask), found.mask), ids
+        inputs = UncachedTexts(self.base, self.base.trunk if actor.trunk is None else None)
+        return mean_nll(actor, inputs, self.texts, self.size)

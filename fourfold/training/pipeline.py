@@ -27,6 +27,7 @@ from fourfold.models.critics import check_critic
 from fourfold.models.loading import Base, device_of, load_base
 from fourfold.models.reference import check_reference
 from fourfold.models.storage import stored_tensors
+from fourfold.models.text_rewards import check_text_rewards
 from fourfold.rollout.sampler import row_seed
 from fourfold.scoring.sources import import_function
 from fourfold.training.folder import SUMMARY, RunFolder, reward_model, sft_model
@@ -171,6 +172,7 @@ def _carry_out(
     if "ppo" in todo:  # before hours of other stages, and before the folder is bound to these settings
         check_critic(config, base)
         check_reference(config, base)
+        check_text_rewards(config)
     inputs = encode_inputs(config, base, records, say)
     folder.claim(config)  # not before: to mend what is wrong with model or data can take other settings
     with noted_state(folder.root, todo):

@@ -11,10 +11,11 @@ from fourfold.config import RunConfig
 from fourfold.config.checks import roles_of_a_service, roles_of_the_base
 from fourfold.memory.attention import check_attention
 from fourfold.memory.budget import Budget, keep_few_kernels
-from fourfold.models.assembly import external_reward, frozen_roles, record_for
+from fourfold.models.assembly import frozen_roles, record_for
 from fourfold.models.identity import ModelIdentity, ReaderIdentity
 from fourfold.models.loading import device_of, load_base
 from fourfold.models.reference import load_reference_alone
+from fourfold.models.text_rewards import external_reward
 from fourfold.scoring.service.hosted import (
     Hosted,
     HostedReader,

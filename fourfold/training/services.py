@@ -11,7 +11,6 @@ from fourfold.config.schema import RunConfig
 from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for, start_of_reference
 from fourfold.models.external import PADDING_TOLERANCE, QUANTIZED_BOUNDS, placed
-from fourfold.models.external import PROBE as SENTENCES
 from fourfold.models.identity import ModelIdentity, ReaderIdentity, weights_in_folder, weights_of_role
 from fourfold.models.llama_roles import EnginePolicy, torch_reference, verify_engine
 from fourfold.models.loading import Base
@@ -19,6 +18,7 @@ from fourfold.models.onnx import BOUNDS as ENGINE_BOUNDS
 from fourfold.models.outside import Absent, Outside
 from fourfold.models.reference import form_of
 from fourfold.models.roles import Activations, Policy, Scorer
+from fourfold.models.text_reader import PROBE as SENTENCES
 from fourfold.scoring.service import wire
 from fourfold.scoring.service.client import Service
 from fourfold.scoring.service.hosted import Identity

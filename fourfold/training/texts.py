@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -82,6 +83,19 @@ class TextCache:
             ids[i, : len(text)] = torch.tensor(text)
         lengths = torch.tensor([len(text) for text in texts])
         return ids.to(self._device), (torch.arange(width) < lengths[:, None]).to(self._device)
+
+
+class UncachedTexts:
+    """The same input of texts that are read once: each pass goes through `trunk`, if any, and nothing is kept."""
+
+    def __init__(self, base: Base, trunk: Part | None) -> None:
+        self._ids = TextCache(replace(base, trunk=None))
+        self._trunk = trunk
+
+    def activations(self, texts: Sequence[Sequence[int]]) -> tuple[Activations, Tensor]:
+        """Right-padded input of the branches, and the ids [batch, time]."""
+        found, ids = self._ids.activations(texts)
+        return found if self._trunk is None else Activations(self._trunk(ids, found.mask), found.mask), ids
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:

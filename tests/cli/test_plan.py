@@ -64,6 +64,13 @@ def test_a_critic_of_layers_that_the_model_has_not_is_no_plan() -> None:
     assert report(*MODEL, "--set", "critic.layers=29")["plans"]
 
 
+@pytest.mark.parametrize("key", ["trunk.branch_layers", "adapters.layers"])
+def test_a_cut_that_the_model_has_no_layers_for_is_no_plan(key: str) -> None:
+    sharing = f'sharing.mode="{key.partition(".")[0]}"'
+    said = plan(*MODEL, "--set", sharing, "--set", f"{key}=40", code=2)
+    assert f"{key} = 40: the model has 30 layers, so 1 to 29 are allowed; or " in said
+
+
 def test_the_terminal_shows_where_the_bytes_are_and_what_a_step_costs() -> None:
     text = plan(*MODEL, "--set", 'sharing.mode="none"', "--budget", "6GiB")
     lines = text.splitlines()

@@ -6,7 +6,8 @@ import re
 from typing import Any
 from xml.etree import ElementTree
 
-from fourfold.diagnostics.study_page import Frame, mean_curve, study_page
+from fourfold.diagnostics.study_page import study_page
+from fourfold.diagnostics.study_page.page import Frame, mean_curve
 from fourfold.diagnostics.tables import as_text, study_table
 
 NAME = "<b>& co</b>"

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget
 from fourfold.memory.quantization import QuantizedLinear
-from fourfold.models.external import QUANTIZED_BOUNDS, External, load_external
+from fourfold.models.external import QUANTIZED_BOUNDS, External, check_external, load_external
 from tiny import tiny_classifier, tiny_directory
 
 PROMPTS = ["what is rain?", "the sea", "a"]
@@ -239,6 +239,8 @@ def test_flops_are_what_torch_counts(folder: Path, family: str) -> None:
 def test_what_the_model_does_not_have_is_refused(folder: Path, reward: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         external(folder / "labels", **reward)
+    with pytest.raises(ValueError, match=message):
+        check_external(config_for(folder / "labels", **reward))
 
 
 def edited(folder: Path, target: Path, name: str, **changes: Any) -> Path:
@@ -272,6 +274,8 @@ def test_incomplete_models_are_refused(folder: Path, tmp_path: Path) -> None:
     (bare / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ValueError, match=r"reward.template: given 'chat', but the tokenizer .* has no chat template"):
         external(bare, template="chat")
+    with pytest.raises(ValueError, match=r"reward.template: given 'chat', but the tokenizer .* has no chat template"):
+        check_external(config_for(bare, template="chat"))
     remote = edited(
         folder / "bert", tmp_path / "remote", "config.json", model_type="mine",
         auto_map={"AutoConfig": "code.C", "AutoModelForSequenceClassification": "code.M"},

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fourfold.memory.budget import tensor_bytes
 from fourfold.memory.precision import DTYPES
+from fourfold.models.external import check_external
 from fourfold.models.judge import Judge
-from models.test_external import PROMPTS, RESPONSES, external, scores
+from models.test_external import PROMPTS, RESPONSES, config_for, external, scores
 from tiny import VOCABULARY, tiny_directory, tiny_tokenizer
 from training.runs import make_config, make_trainer, merged, steps_of
 from training.test_own_models import scored_by
@@ -87,6 +88,8 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             external(folder, **{**ASKED, **changes})
+        with pytest.raises(ValueError, match=message):
+            check_external(config_for(folder, **{**ASKED, **changes}))
 
 
 def test_a_family_that_changes_its_logits_afterwards_is_refused(tmp_path: Path) -> None:

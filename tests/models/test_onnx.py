@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fourfold.memory.budget import Budget, OverBudget
 from fourfold.models.classifier import TorchClassifier
-from fourfold.models.external import External, load_external, probe, relative_gap
+from fourfold.models.external import External, load_external, relative_gap
 from fourfold.models.onnx import BOUNDS, FILE, OnnxClassifier, exported, run_by_onnx
 from fourfold.models.roles import checksum
+from fourfold.models.text_reader import probe
 from models.test_external import config_for
 from tiny import tiny_classifier
 

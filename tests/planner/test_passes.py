@@ -40,12 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
     "uniform": {"reference": {"prior": "uniform"}, "ppo": {"kl_estimator": "full"}},
     "uniform alone": {"reference": {"prior": "uniform", "log_step_0": False}},
 }
-OWN_CRITIC = "own critic"  # a model that is made in the test's folder
+OWN_CRITIC, OWN_REFERENCE = "own critic", "own reference"  # models that are made in the test's folder
 CRITICS: dict[str, dict[str, Any]] = {
     "lowest layers": {"critic": {"layers": 3}, "memory": {"checkpointing": "layers"}},
     "three updates": {"critic": {"updates_per_actor": 3}},
     "several heads": {"critic": {"ensemble": 2}, "ppo": {"value_clip_eps": 0.0}},
     OWN_CRITIC: {"critic": {"init": None, "updates_per_actor": 2}},
+    OWN_REFERENCE: {"reference": {"log_step_0": True}},
 }
 
 
@@ -59,10 +60,12 @@ def counted(scene: Scene) -> Counter[str]:
     return sums
 
 
-def real_step(folder: Path, changes: dict[str, Any], critic: Path | None = None) -> tuple[Scene, dict[str, float]]:
-    """A step whose prompts are all as long and whose responses are all cut, and the scene that says so."""
-    if critic is not None:
-        changes = merged(changes, {"critic": {"model": str(critic)}})
+def real_step(folder: Path, changes: dict[str, Any], **own: Path) -> tuple[Scene, dict[str, float]]:
+    """A step whose prompts are all as long and whose responses are all cut, and the scene that says so.
+
+    `own` are the models of roles that have one.
+    """
+    changes = merged(changes, {role: {"model": str(path)} for role, path in own.items()})
     tree = merged(
         settings(folder, by_function("pays_by_hash", num_epochs=2)),
         {"seed": 2, "sampling": {"extra_eos_token_ids": []}},
@@ -72,7 +75,7 @@ def real_step(folder: Path, changes: dict[str, Any], critic: Path | None = None)
     trainer.accountant = Accountant(trainer.models, config.memory)
     row = trainer.step()
     assert row["eos_share"] == 0, "a response ended by itself: take another seed"
-    named = {"base": config.model.path} | ({} if critic is None else {"critic": str(critic)})
+    named = {"base": config.model.path, **{role: str(path) for role, path in own.items()}}
     shapes = {
         role: Architecture.from_config(transformers.AutoConfig.from_pretrained(path).to_dict())
         for role, path in named.items()
@@ -85,13 +88,15 @@ RUNS = [(cut, "plain") for cut in CUTS] + [(cut, case) for cut in ("none", "trai
 RUNS.remove(("trained trunk", "moving"))  # which is refused
 RUNS += [(cut, "lowest layers") for cut in ("trunk", "none", "adapters over a trunk", "trained trunk")]
 RUNS += [(cut, OWN_CRITIC) for cut in ("trunk", "none", "adapters", "trained trunk")]
+RUNS += [(cut, OWN_REFERENCE) for cut in ("trunk", "none", "adapters over a trunk", "trained trunk")]
 RUNS += [("trunk", "three updates"), ("trained trunk, alternating", "three updates"), ("trunk", "several heads")]
 
 
 @pytest.mark.parametrize(("cut", "case"), sorted(set(RUNS)))
 def test_a_real_step_counts_what_was_planned(tmp_path: Path, cut: str, case: str) -> None:
-    own = tiny_directory(tmp_path / "critic", "gpt2", layers=3, hidden=16) if case == OWN_CRITIC else None
-    planned, row = real_step(tmp_path, merged(CUTS[cut], (CASES | CRITICS)[case]), own)
+    own = {OWN_CRITIC: ["critic"], OWN_REFERENCE: ["reference"]}.get(case, [])
+    models = {role: tiny_directory(tmp_path / role, "gpt2", layers=3, hidden=16) for role in own}
+    planned, row = real_step(tmp_path, merged(CUTS[cut], (CASES | CRITICS)[case]), **models)
     found = counted(planned)
     names = [key for key in row if key.startswith(ROLES) and key.endswith(("_passes", "_tokens", "_flops"))]
     assert len(names) == len(ROLES) * (2 * 2 + 3)

@@ -90,6 +90,22 @@ def test_away_from_its_phase_a_reward_model_scores_the_same_bits(tmp_path: Path,
     assert "on disk" in describe_roles(away) or "from disk" in describe_roles(away)
 
 
+@pytest.mark.parametrize("combined", [False, True])
+def test_what_a_reward_model_is_asked_is_looked_at_before_any_stage(tmp_path: Path, combined: bool) -> None:
+    """Without reading its weights, before sft has trained for hours, and before the folder is bound to the settings."""
+    tree = scored_by(tmp_path, label={"GOOD": 1.0})
+    given, key = tree["reward"], "reward"
+    (Path(given["model"]) / "model.safetensors").unlink()
+    if combined:
+        one = {name: given[name] for name in ("source", "model", "label")}
+        tree["reward"], key = {"source": "combined", "parts": {"one": one}}, "reward.parts.one: reward"
+    texts = settings(tmp_path)["data"]["texts"]
+    tree = merged(tree, {"stages": ["sft", "ppo"], "data": {"texts": texts}})
+    with pytest.raises(ValueError, match=rf"^{key}.label: given 'GOOD'; .*labels of .*: 'LABEL_0'"):
+        run(tree)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_damaged_reward_model_ends_nothing_silently(tmp_path: Path) -> None:
     """The frozen checksum covers it: a weight that moves is noticed at the next checkpoint."""
     trainer = make_trainer(make_config(scored_by(tmp_path)))

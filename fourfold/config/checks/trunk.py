@@ -41,3 +41,22 @@ def trunk(config: RunConfig) -> Iterator[str]:
             "num_epochs x ppo.rollout_batch_size / ppo.mini_batch_size), so that the actor never has a turn; allowed: "
             f"at most {mini_batches - 1}"
         )
+
+
+def trunk_depth(config: RunConfig, total: int) -> int:
+    """Layers of the trunk of a model of `total` layers, 0 where there is none; ValueError where none would be left."""
+    if config.sharing.mode == "none":
+        return 0
+    trunk = config.sharing.mode == "trunk"
+    key, own = (
+        ("trunk.branch_layers", config.trunk.branch_layers) if trunk else ("adapters.layers", config.adapters.layers)
+    )
+    if not trunk and own in (0, total):
+        return 0
+    if own >= total:
+        instead = 'or use sharing.mode = "none"' if trunk else "or 0 for all"
+        least = 0 if trunk and config.trunk.train else 1
+        raise ValueError(
+            f"{key} = {own}: the model has {total} layers, so {least} to {total - 1} are allowed; {instead}"
+        )
+    return total - own

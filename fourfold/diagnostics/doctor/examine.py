@@ -10,6 +10,7 @@ from fourfold.diagnostics.doctor import critic, divergence, policy, reward, syst
 from fourfold.diagnostics.doctor.healthy import healthy
 from fourfold.diagnostics.doctor.records import CannotJudge, Records, read_records
 from fourfold.diagnostics.doctor.verdict import Diagnosis, Family, Finding, Unjudged, Verdict, by_severity
+from fourfold.diagnostics.run_record import RunRecord
 
 FAMILIES: dict[Family, tuple[Diagnosis, ...]] = {
     "critic": critic.DIAGNOSES,
@@ -46,8 +47,8 @@ class Examination:
         return asdict(self)
 
 
-def examine(run: Path) -> Examination:
-    """Everything, the most serious first; ValueError for a folder of no run.
+def examine(run: Path | RunRecord) -> Examination:
+    """Everything about a run's folder, or what was read of it, the most serious first; ValueError for no run.
 
     A run that goes on, was interrupted or has failed is read as far as it got.
     """

@@ -154,9 +154,9 @@ class Records:
 _NO_KEPT = "no {} rollout is kept; give data.prompts_test, evaluation.every, and leave evaluation.keep_rollouts at true"
 
 
-def read_records(run: Path) -> Records:
+def read_records(run: Path | RunRecord) -> Records:
     """Everything that is there; ValueError for what is not the folder of a run, or whose log cannot be read."""
-    record = read_run(run)
+    record = read_run(run) if isinstance(run, Path) else run
     if record.problems and not record.steps:
         raise ValueError("; ".join(record.problems))
-    return Records(run=record, held_out=held_out_files(run), training=training_files(run))
+    return Records(run=record, held_out=held_out_files(record.root), training=training_files(record.root))

@@ -60,6 +60,12 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str, **more: float)
     return h("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_, **more)
 
 
+def polyline(points: Iterable[Point], class_: str, *inside: Child, **more: str) -> Element:
+    """A line through points, to a tenth of a unit; what is inside is its tooltip."""
+    steps = (f"{'L' if n else 'M'}{number(round(x, 1))} {number(round(y, 1))}" for n, (x, y) in enumerate(points))
+    return h("path", *inside, d=" ".join(steps), class_=class_, **more)
+
+
 def arrow(points: Sequence[Point], class_: str = "arrow", *, head: bool = True, radius: float = 8) -> list[Element]:
     """A line through points at right angles with round corners, and its head at the last one."""
     (x0, y0), (x, y) = points[-2:]

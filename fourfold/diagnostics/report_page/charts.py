@@ -158,7 +158,7 @@ def coded(said: str) -> list[Child]:
     return [h("code", part) if index % 2 else part for index, part in enumerate(parts) if part]
 
 
-def curves_section(record: RunRecord, group: Group) -> Iterator[Element]:
-    """A group's question and pictures."""
+def curves_section(group: Group, charts: Sequence[Element]) -> Iterator[Element]:
+    """What a group is about, and its pictures."""
     yield h("p", group.about, class_="muted")
-    yield h("div", charts_of(record, group), class_="curves")
+    yield h("div", charts, class_="curves")

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 from fourfold.diagnostics.metrics import Band
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.elements import Child, h, number
-from fourfold.diagnostics.pages.svg import drawing, line, nice, rect, text
+from fourfold.diagnostics.pages.svg import drawing, line, nice, polyline, rect, text
 from fourfold.diagnostics.run_record import Points, thinned
 
 WIDTH, HEIGHT = 360.0, 196.0
@@ -170,8 +170,7 @@ def _data(axes: Axes, made: Line) -> dict[str, object]:
 
 def _line(axes: Axes, made: Line) -> Iterator[Element]:
     places = [(round(axes.x(step), 1), round(axes.y(value), 1)) for step, value in thinned(made.points)]
-    path = " ".join(f"{'M' if n == 0 else 'L'}{number(x)} {number(y)}" for n, (x, y) in enumerate(places))
-    yield h("path", d=path, class_=f"line line-{made.style}")
+    yield polyline(places, f"line line-{made.style}")
     if len(places) <= FEW_POINTS:
         for x, y in places:
             yield _marker(x, y, made.style)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 from fourfold.config.template import toml_value
@@ -46,11 +47,12 @@ class Contents:
 
 def report_page(contents: Contents, now: float | None = None) -> str:
     """HTML of a run; `now` is when it is made, in seconds since 1970."""
-    record = contents.record
+    record, parts = contents.record, list(_parts(contents))
+    links = [h("a", each.key, href=f"#{each.key}") for each in parts]  # the ids are the shortest names
     body = [
         _header(contents, time.time() if now is None else now),
-        h("nav", _links(contents), aria_label="Parts of the page"),
-        h("main", _sections(contents)),
+        h("nav", links, aria_label="Parts of the page"),
+        h("main", [section(*each) for each in parts]),
         h("footer", h("p", "Made by `fourfold report`. docs/report.md says what each part shows.")),
     ]
     return document(f"{record.name}: report", body, __name__.rpartition(".")[0])
@@ -124,39 +126,35 @@ def _of_doctor(found: Examination) -> tuple[str, str]:
     return "healthy", f"nothing found{left}"
 
 
-def _sections(contents: Contents) -> Iterator[Element]:
-    record = contents.record
-    for key, title, content in _parts(contents):
-        yield section(key, title, content)
-    yield section("settings", "Settings", _settings(record))
-    if lacks := list(missing(contents)):
-        yield section("missing", "What is not here", [h("ul", [h("li", coded(m)) for m in lacks], class_="dashes")])
+class _Part(NamedTuple):
+    """A section: its id, its heading, what is in it."""
+
+    key: str
+    title: str
+    content: Iterable[Child]
 
 
-def _links(contents: Contents) -> list[Element]:
-    """The parts by their ids, which are the shortest names for them."""
-    keys = [*(key for key, _, _ in _parts(contents)), "settings", *(["missing"] if any(missing(contents)) else [])]
-    return [h("a", key, href=f"#{key}") for key in keys]
-
-
-def _parts(contents: Contents) -> Iterator[tuple[str, str, Iterator[Child]]]:
-    """The sections for which there is something: id, heading, content."""
+def _parts(contents: Contents) -> Iterator[_Part]:
+    """The sections for which there is something."""
     record = contents.record
     if not isinstance(contents.doctor, str) and (contents.doctor.verdicts or contents.doctor.unjudged):
-        yield "doctor", "What the doctor says", doctor_section(contents.doctor)
+        yield _Part("doctor", "What the doctor says", doctor_section(contents.doctor))
     for group in GROUPS:
-        if charts_of(record, group):
-            yield group.key, group.question, curves_section(record, group)
+        if charts := charts_of(record, group):
+            yield _Part(group.key, group.question, curves_section(group, charts))
     if record.before is not None:
-        yield "samples", "Before and after", samples_section(record, record.config.evaluation.samples)
+        yield _Part("samples", "Before and after", samples_section(record, record.config.evaluation.samples))
     if not isinstance(contents.xray, str):
-        yield "xray", "Token x-ray", xray_section(contents.xray)
+        yield _Part("xray", "Token x-ray", xray_section(contents.xray))
     if record.spent:
-        yield "time", "Where the seconds went", time_section(record, contents.time)
+        yield _Part("time", "Where the seconds went", time_section(record, contents.time))
     if measured_peaks(record.timeline):
-        yield "memory", "Memory", memory_section(record, contents.memory)
+        yield _Part("memory", "Memory", memory_section(record, contents.memory))
     if record.steps or record.evaluations:
-        yield "metrics", "Every metric", metrics_section(record)
+        yield _Part("metrics", "Every metric", metrics_section(record))
+    yield _Part("settings", "Settings", _settings(record))
+    if lacks := list(missing(contents)):
+        yield _Part("missing", "What is not here", [h("ul", [h("li", coded(m)) for m in lacks], class_="dashes")])
 
 
 def _settings(record: RunRecord) -> Iterator[Element]:

@@ -44,12 +44,11 @@ def _sparkline(points: Points) -> Element:
     shown = thinned(points, POINTS)
     low, high = min(v for _, v in shown), max(v for _, v in shown)
     first, last = shown[0][0], shown[-1][0]
-    path = " ".join(
-        f"{'M' if n == 0 else 'L'}{number(round((step - first) / (last - first) * WIDTH, 1))} "
-        f"{number(round(HEIGHT - 2 - (value - low) / ((high - low) or 1) * (HEIGHT - 4), 1))}"
-        for n, (step, value) in enumerate(shown)
-    )
-    picture = h("path", d=path, class_="line line-0")
+    places = [
+        ((step - first) / (last - first) * WIDTH, HEIGHT - 2 - (value - low) / ((high - low) or 1) * (HEIGHT - 4))
+        for step, value in shown
+    ]
+    picture = polyline(places, "line line-0")
     return h(
         "svg", picture, class_="spark", viewBox=f"0 0 {number(WIDTH)} {number(HEIGHT)}", width=WIDTH, height=HEIGHT,
         aria_hidden="true",

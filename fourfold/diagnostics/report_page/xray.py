@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.document import switch
-from fourfold.diagnostics.pages.elements import Child, h, number
+from fourfold.diagnostics.pages.elements import Child, h
 from fourfold.diagnostics.pages.svg import strip
 from fourfold.diagnostics.pages.tables import Row, table
 from fourfold.diagnostics.token_texts import TokenText
@@ -131,10 +131,7 @@ def _way(sample: Sample, key: str) -> Element:
         places = [
             (1000 * t / (len(values) - 1), 56 - 52 * (v - low) / ((high - low) or 1)) for t, v in enumerate(values)
         ]
-        path = " ".join(
-            f"{'L' if t else 'M'}{number(round(x, 1))} {number(round(y, 1))}" for t, (x, y) in enumerate(places)
-        )
-        paths.append(h("path", d=path, class_=f"line line-{n}"))
+        paths.append(polyline(places, f"line line-{n}"))
     title = f"Value and return from the first token to the last, {short(low)} to {short(high)}"
     entries = [h("li", h("i", class_=f"key line-{n}"), name) for n, name in enumerate(both)]
     range_ = h("li", f"{short(low)} to {short(high)}, first token to last")

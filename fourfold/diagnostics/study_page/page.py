@@ -8,33 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from fourfold.diagnostics.pages.elements import h, number, serialised
-from fourfold.diagnostics.pages.svg import drawing, line, nice, text
+from fourfold.diagnostics.pages.document import document
+from fourfold.diagnostics.pages.elements import h
+from fourfold.diagnostics.pages.svg import drawing, line, nice, polyline, text
 
 Points = Sequence[Sequence[float]]
 # Okabe and Ito's palette, which stays apart for the colour-blind; beyond it lines are told apart by their dashes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("none", "6 4", "2 3")
-STYLE = """
-:root { color-scheme: light dark; --paper: #fbfaf7; --ink: #1c1e21; --muted: #585d66; --rule: #d9d5cb; }
-@media (prefers-color-scheme: dark) { :root { --paper: #131519; --ink: #e9e7e2; --muted: #a4a9b2; --rule: #363b44; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 32px 20px 56px; max-width: 1200px; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-h1 { font-size: 28px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 6px; }
-p { margin: 4px 0; color: var(--muted); } figure { margin: 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 32px 28px; }
-.table { overflow-x: auto; margin: 20px 0 28px; }
-table { border-collapse: collapse; font-size: 14px; } th, td { padding: 5px 12px 5px 0; text-align: right; }
-th { font-weight: 600; vertical-align: bottom; border-bottom: 1px solid var(--muted); max-width: 13ch; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; max-width: none; }
-td { border-bottom: 1px solid var(--rule); white-space: nowrap; }
-td span, th span { color: var(--muted); font-weight: 400; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--muted); font-size: 14px; }
-.key { display: inline-block; width: 26px; height: 10px; margin-right: 8px; } .key svg { overflow: visible; }
-.grid { stroke: var(--rule); } .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.seed { fill: none; stroke-width: 1; opacity: 0.35; }
-"""
 
 
 def study_page(report: Mapping[str, Any]) -> str:
@@ -42,23 +23,20 @@ def study_page(report: Mapping[str, Any]) -> str:
     names = list(report["variants"])
     charts = [_figure(report, measure, names) for measure in report["measures"]]
     seeds = ", ".join(map(str, report["seeds"]))
-    head = h(
-        "head",
-        h("meta", charset="utf-8"),
-        h("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        h("title", f"{report['study']}: study"),
-        h("style", STYLE),
-    )
-    body = h(
-        "body",
-        h("h1", f"Study: {report['study']}"),
-        h("p", report["question"]),
-        h("p", f"{report['steps']} steps of ppo, seeds {seeds}; thick lines are means over seeds."),
-        h("div", _table(report, names), class_="table"),
+    about = f"{report['steps']} steps of ppo, seeds {seeds}; thick lines are means over seeds."
+    body = [
+        h(
+            "header",
+            h("p", "Fourfold study", class_="eyebrow"),
+            h("h1", report["study"]),
+            h("p", report["question"], class_="verdict"),
+            h("p", about, class_="muted"),
+        ),
+        h("div", _table(report, names), class_="scroll variants"),
         h("main", [each for each in charts if each is not None], class_="charts"),
         h("footer", h("p", "Made by `fourfold study`; docs/studies.md says how each number is made.")),
-    )
-    return serialised(h("html", head, body, lang="en"))
+    ]
+    return document(f"{report['study']}: study", body, __name__.rpartition(".")[0])
 
 
 def _table(report: Mapping[str, Any], names: Sequence[str]) -> Element:
@@ -164,11 +142,9 @@ def _grid(frame: Frame) -> Iterator[Element]:
 
 
 def _curve(frame: Frame, points: Points, index: int, class_: str, name: str) -> Element:
-    path = " ".join(
-        f"{'L' if place else 'M'}{number(frame.x(x))} {number(frame.y(y))}" for place, (x, y) in enumerate(points)
-    )
-    last = f"{name}: {points[-1][1]:.4g} at step {points[-1][0]:,g}"
-    return h("path", h("title", last), d=path, class_=class_, data_of=name, **_stroke(index))
+    last = h("title", f"{name}: {points[-1][1]:.4g} at step {points[-1][0]:,g}")
+    places = [(frame.x(x), frame.y(y)) for x, y in points]
+    return polyline(places, class_, last, data_of=name, **_stroke(index))
 
 
 def mean_curve(runs: Sequence[Points]) -> list[tuple[float, float]]:
