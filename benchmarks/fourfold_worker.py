@@ -75,19 +75,20 @@ def store_reward_model(config: RunConfig, base: Base, folder: Path) -> None:
     save_role(folder, scorer, record_for(config, "scorer"))
 
 
-def store_judge(config: RunConfig, base: Base, folder: Path) -> None:
+def store_judge(config: RunConfig, folder: Path) -> None:
     """A text classifier on a copy of the whole base, with a random head: the work is that of a trained one."""
     quiet_imports()
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     place = resolve_model(config.model.path, Path(config.model.cache))
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_pretrained(
         place, num_labels=1, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )
-    judge.config.pad_token_id = base.pad_id
+    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    judge.config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     judge.save_pretrained(folder)
-    base.tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,13 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fourfold-worker-") as name:
         folder = Path(name)
-        for place in ("reward", "judge"):  # which the settings name before there is anything in them
-            (folder / place).mkdir()
-        config = prepare(settings(args, folder))
-        base = load_base(config)
+        (folder / "reward").mkdir()  # which the settings name before there is anything in it
+        config = settings(args, folder)
         if config.reward.source == "model":
-            store_judge(config, base, folder / "judge")
-        else:
+            store_judge(config, folder / "judge")
+        config = prepare(config)
+        base = load_base(config)
+        if config.reward.of_the_base:
             store_reward_model(config, base, folder / "reward")
         with serving(config, folder) as service:
             found = work(args, config, base, folder)

@@ -15,6 +15,8 @@ from fourfold.cli.main import COMMANDS, build_parser, main
 from fourfold.config import load_config
 from fourfold.diagnostics.doctor.markdown import doctor_markdown
 from fourfold.diagnostics.metrics import metrics_markdown
+from fourfold.training.studies import STUDIES
+from fourfold.training.study import Asked, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,7 +83,18 @@ def test_a_command_that_answers_a_question_is_understood(
     monkeypatch.chdir(tmp_path if config == OWN else ROOT)
     if config == OWN:
         assert main(["init", OWN]) == 0
-    load_config(Path(config), getattr(given, "overrides", []))
+    found = load_config(Path(config), getattr(given, "overrides", []))
+    if hasattr(given, "study"):  # which the page says to want held-out prompts
+        assert "`[data.prompts_test]`" in read("docs/questions.md").split("##")[0]
+        prompts = found.data.prompts_test or found.data.prompts
+        found = found.model_copy(update={"data": found.data.model_copy(update={"prompts_test": prompts})})
+        assert plan(STUDIES[given.study], found, Asked(), tmp_path)
+
+
+def test_every_question_has_a_command_that_shows_the_answer() -> None:
+    for page in TWO_LANGUAGES["docs/questions.md"], "docs/questions.md":
+        for question in re.split(r"^### ", read(page), flags=re.MULTILINE)[1:]:
+            assert commands(question), question.splitlines()[0]
 
 
 @pytest.mark.parametrize(("english", "chinese"), TWO_LANGUAGES.items())

@@ -1,8 +1,9 @@
 """Measure what a lever does to a run's own models, what this machine can do, and how near to that a run comes.
 
 quantization: reference and reward model with their weights in 8 or 4 bits, and run by llama.cpp (extra llama-cpp: in
-float16, in Q8_0, or the .gguf file that model.path names), beside the same as the run holds them. The
-models are those that the stages sft and reward have left in the output folder, or the base model.
+float16, in Q8_0, or the .gguf file that model.path names), beside the same as the run holds them; the reward model by
+ONNX Runtime too (extra onnx: in float32 and in INT8). The models are those that the stages sft and reward have left in
+the output folder, or the base model.
 machine: products, memory, disk and the way to a GPU, for plans with `--hardware detect`.
 limit: PPO steps of a configuration, phase by phase, beside the time that an ideal program would need.
 """
@@ -13,15 +14,16 @@ import argparse
 import sys
 from typing import Any
 
-from fourfold.planner.quantization import BY_LLAMA_CPP, QUANTIZED
+from fourfold.planner.quantization import BY_LLAMA_CPP, BY_ONNX, QUANTIZED
 
-KINDS = (*QUANTIZED, *BY_LLAMA_CPP)
+KINDS = (*QUANTIZED, *BY_LLAMA_CPP, *BY_ONNX)
 
 COLUMNS = """\
 Columns: reference MiB and reward MiB, the whole models with embedding and head. KL bias: mean of log p(as held) -
 log p(quantised), nats a token, which such a reference adds to the KL that is measured; |d log p|: mean of its size; KL:
 the exact KL over the vocabulary. |d score|: mean difference of scores in their standard deviations; rank corr.:
-Spearman's; pairs: held-out pairs ranked as people do. speed: tokens a second relative to as held.
+Spearman's; pairs: held-out pairs ranked as people do. speed: tokens a second relative to as held, of the reference, or
+of the reward model where ONNX Runtime runs it.
 """
 
 LIMIT_COLUMNS = """\
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(metavar="WHAT", required=True)
     quantization = what.add_parser(
         "quantization",
-        help="weights in int8, NF4 and GGUF: bytes, errors in KL and score, speed",
+        help="weights in int8, NF4, GGUF and ONNX: bytes, errors in KL and score, speed",
         description=__doc__,
         epilog=COLUMNS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -14,6 +14,7 @@ from fourfold.memory.precision import dtype_of
 from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.adapters import is_adapted, merge_adapters
 from fourfold.models.loading import Base, load_causal_lm
+from fourfold.models.own_critic import VALUE_SHIFT
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.split import Part, layout_of
 from fourfold.planner.quantization import QUANTIZED
@@ -80,3 +81,19 @@ def _copy_layer(source: nn.Module, target: nn.Module) -> None:
         if isinstance(module, nn.Linear) and not isinstance(target.get_submodule(name), nn.Linear):
             state[f"{name}.weight"] = module.weight.t()  # GPT-2's own layers keep [inputs, outputs]
     target.load_state_dict(state)
+
+
+@torch.no_grad()
+def classifier_of(model: PreTrainedModel, scorer: Scorer, pad_id: int) -> PreTrainedModel:
+    """A sequence classifier with one label: its logit, and `value_shift` of its config, are the value."""
+    from transformers import AutoModelForSequenceClassification
+
+    head = scorer.head
+    config: Any = copy.deepcopy(model.config)
+    config.num_labels, config.pad_token_id, config.problem_type = 1, pad_id, "regression"
+    setattr(config, VALUE_SHIFT, float(head.scale * head.linear.bias + head.shift))
+    classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    layout = layout_of(model)
+    getattr(classifier, layout.body).load_state_dict(getattr(model, layout.body).state_dict())
+    classifier.score.weight.copy_(head.scale * head.linear.weight)
+    return classifier

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from fourfold.config.checks.memory import trained
 from fourfold.config.schema import RunConfig
 from fourfold.planner.quantization import QUANTIZED, held_bytes
 
@@ -31,6 +32,8 @@ RESUMABLE = frozenset(
         "service.url",
     }
 )
+# Stages, and phases of the same name, in which one role learns from texts.
+SUPERVISED = ("sft", "reward")
 # How the trained copy of the trunk's layers is called among the weights.
 TRAINED_TRUNK = "trained trunk"
 # The same of the actor as it was at step 0, where the reference is another policy.
@@ -94,7 +97,7 @@ def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
     """
     found = [*_sharing(held, config), *_precision(held, config), *_elsewhere(phase, held, config)]
     if phase != "load":
-        found += _shorter(held, config)
+        found += _shorter(phase, held, config)
     if phase in ("learn", "sft", "reward"):
         found += _activations(held, config)
     return sorted((each for each in found if each.saves > 0), key=lambda each: -each.saves)
@@ -179,15 +182,18 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     """What a phase does not use lies on the tier below; a streamed role leaves two of its layers."""
     for role, residency in (("reference", config.reference.residency), ("reward", config.reward.residency)):
         others = config.reward.classifiers if role == "reward" else {}
-        # ONNX Runtime holds its weights itself.
+        # Another engine holds its weights itself.
         names = {role, *others} - {key for key, given in others.items() if given.engine != "torch"}
+        if role == "reference" and config.reference.engine != "torch":
+            names.clear()
         own = 0 if residency == "service" else sum(held.weights.get(name, 0) for name in names)
         own += held.weights.get(STEP_0, 0) if role == "reference" else 0  # it lies where the reference does
-        if residency != "stream" and phase == "score":
+        if residency in ("keep", "park") and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):
             yield Advice(f"{role}.residency", '"park"', own)
-    if config.memory.optimizer_residency == "keep":
+    paged = any(section.optimizer.startswith("paged") for section in trained(config).values())
+    if config.memory.optimizer_residency == "keep" and not paged:
         yield Advice("memory.optimizer_residency", '"park"', held.states)
     elif (
         config.memory.optimizer_residency == "park"
@@ -196,22 +202,28 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     ):
         narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
         yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
-    if "ppo" in config.stages and config.ppo.optimizer == "adamw":
-        yield Advice("ppo.optimizer", '"adamw_8bit"', held.states // 2 * 3 // 4)
+    section = phase if phase in SUPERVISED else "ppo"
+    if section in config.stages and getattr(config, section).optimizer == "adamw":
+        own = held.states if phase in SUPERVISED else held.states // 2  # of the actor's and the critic's
+        yield Advice(f"{section}.optimizer", '"adamw_8bit"', own * 3 // 4)
 
 
-def _shorter(held: Held, config: RunConfig) -> Iterator[Advice]:
+def _shorter(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
+    """Fewer tokens a row, or fewer rows that are kept at once."""
+    if phase in SUPERVISED:
+        length = config.data.max_text_tokens
+        share = (length - length // 2) / length
+        yield Advice("data.max_text_tokens", str(length // 2), round((held.cache + held.passing) * share))
+        return
+    if "ppo" not in config.stages:
+        return
     new = config.sampling.max_new_tokens
-    if "ppo" in config.stages and new > 1:
+    if new > 1:
         share = (new - new // 2) / (config.data.max_prompt_tokens + new)
         yield Advice("sampling.max_new_tokens", str(new // 2), round((held.cache + held.passing) * share))
     ppo = config.ppo
     half = ppo.rollout_batch_size // 2
-    if (
-        "ppo" in config.stages
-        and half
-        and half % ppo.mini_batch_size == half % config.sampling.responses_per_prompt == 0
-    ):
+    if half and half % ppo.mini_batch_size == half % config.sampling.responses_per_prompt == 0:
         yield Advice("ppo.rollout_batch_size", str(half), held.cache // 2)
 
 

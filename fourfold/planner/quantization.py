@@ -6,6 +6,8 @@ QUANTIZED = ("int8", "int8_dynamic", "nf4")
 
 # By llama.cpp: written with matrices in float16 or Q8_0, or the .gguf file that model.path names, as it is.
 BY_LLAMA_CPP = ("llama_cpp", "llama_cpp_q8_0", "gguf")
+# Of reward models alone, by ONNX Runtime: in float32, or INT8 with activations of 8 bits.
+BY_ONNX = ("onnx", "onnx_int8")
 # Bytes a weight of what is written: Q8_0 has a float16 scale for 32 numbers of 8 bits.
 GGUF_BYTES = {"llama_cpp": 2.0, "llama_cpp_q8_0": 34 / 32}
 

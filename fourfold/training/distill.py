@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,11 +31,10 @@ from fourfold.memory.budget import BatchSize
 from fourfold.models import pruning
 from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base, load_base
-from fourfold.models.own_critic import VALUE_SHIFT
 from fourfold.models.roles import Activations, Scorer, make_trainable
-from fourfold.models.split import cut_whole, layout_of
+from fourfold.models.split import cut_whole
 from fourfold.models.storage import load_role
-from fourfold.models.whole import whole_model
+from fourfold.models.whole import classifier_of, whole_model
 from fourfold.training.folder import CONFIG, RunFolder, reward_model
 from fourfold.training.inputs import encode_inputs, read_records
 from fourfold.training.reward_model import Pair, pair_accuracy
@@ -322,19 +321,3 @@ def _pair_accuracy(pairs: Sequence[Pair], values: dict[Text, Tensor]) -> float |
     if not pairs:
         return None
     return pair_accuracy([float(values[tuple(a)][-1] - values[tuple(b)][-1]) for a, b in pairs])
-
-
-@torch.no_grad()
-def classifier_of(model: PreTrainedModel, scorer: Scorer, pad_id: int) -> PreTrainedModel:
-    """A sequence classifier with one label: its logit, and `value_shift` of its config, are the value."""
-    from transformers import AutoModelForSequenceClassification
-
-    head = scorer.head
-    config: Any = copy.deepcopy(model.config)
-    config.num_labels, config.pad_token_id, config.problem_type = 1, pad_id, "regression"
-    setattr(config, VALUE_SHIFT, float(head.scale * head.linear.bias + head.shift))
-    classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    layout = layout_of(model)
-    getattr(classifier, layout.body).load_state_dict(getattr(model, layout.body).state_dict())
-    classifier.score.weight.copy_(head.scale * head.linear.weight)
-    return classifier

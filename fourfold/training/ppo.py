@@ -287,11 +287,14 @@ def _check_and_run(trainer: Trainer, folder: RunFolder, timeline: Timeline, say:
         _write_evaluation(folder, "before", trainer)
     meter.take()  # what came before the first step belongs to no step
     timeline.spans("ppo", 0, meter.take_spans())
+    before = meter.totals().get("generate")  # of the critic's pretraining
     trainer.run()
     timeline.spans("ppo", trainer.progress.step, meter.take_spans())
     sampled = meter.totals().get("generate")
-    if sampled is not None and (said := trainer.accountant.hiding.condition(sampled.seconds)):
-        say(said)
+    if sampled is not None:
+        seconds = sampled.seconds - (0.0 if before is None else before.seconds)
+        if said := trainer.accountant.hiding.condition(seconds):
+            say(said)
 
 
 def check_trained_gradients(models: FourModels) -> None:

@@ -33,10 +33,11 @@ from fourfold.models.quantized import LOG_PROB_BOUNDS, SCORE_BOUNDS
 from fourfold.models.roles import Activations, Policy, Scorer, freeze
 from fourfold.models.split import Part
 from fourfold.models.storage import load_role
-from fourfold.planner.quantization import BY_LLAMA_CPP
+from fourfold.planner.quantization import BY_LLAMA_CPP, BY_ONNX
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Records, encode_inputs
 from fourfold.training.llama_bench import run_by_llama_cpp
+from fourfold.training.onnx_bench import run_by_onnx_runtime
 from fourfold.training.pipeline import prepare
 from fourfold.training.results import load_reference
 from fourfold.training.reward_model import Pair
@@ -145,7 +146,7 @@ def bench_quantization(config: RunConfig, kinds: Sequence[str], rows: int, say: 
     for kind in kinds:
         say(f"measuring {kind}")
         try:
-            make = _llama_line if kind in BY_LLAMA_CPP else _line
+            make = _llama_line if kind in BY_LLAMA_CPP else _onnx_line if kind in BY_ONNX else _line
             line, after = make(kind, config, base, models, batches, scored)
             line = _with_scores(line, before, after, pairs)
             lines.append(replace(line, note="; ".join(filter(None, (line.note, _beyond(line))))))
@@ -242,6 +243,28 @@ def _llama_line(
         return line, dict(zip(scored.texts, engines.scores(models.scorer, scored), strict=True))
 
 
+def _onnx_line(
+    kind: str, config: RunConfig, base: Base, models: _Models, batches: _Batches, scored: _Batches
+) -> tuple[Line, _Scores]:
+    """The reward model by ONNX Runtime; the reference runs by torch only."""
+    if models.scorer is None:
+        return Line(kind, note="runs reward models alone, and there is none yet"), {}
+    last = {text[-1] for text in scored.texts}
+    with run_by_onnx_runtime(kind, config, base, models.scorer, last) as engine:
+        scores, seconds, as_held = list[float](), 0.0, 0.0
+        for index, ids in enumerate(scored):
+            if index == 0:  # the first pass of an engine pays for what later ones find ready
+                engine.scores(ids)
+            started = time.perf_counter()
+            models.scorer.scores(models.inputs(ids))
+            between = time.perf_counter()
+            scores += engine.scores(ids)
+            as_held += between - started
+            seconds += time.perf_counter() - between
+        line = Line(kind, reward_bytes=engine.bytes, speed=as_held / seconds)
+    return line, dict(zip(scored.texts, scores, strict=True))
+
+
 def _with_scores(line: Line, before: _Scores, after: _Scores, pairs: Sequence[Pair]) -> Line:
     if not after:
         return line
@@ -258,7 +281,8 @@ def _beyond(line: Line) -> str:
     """Whether a run would be refused with these errors, were they those on its probe."""
     measured = {
         "log-probs": (line.log_prob_gap, LOG_PROB_BOUNDS.get(line.kind, BOUND)),
-        "scores": (line.score_gap, SCORE_BOUNDS.get(line.kind, math.inf)),  # llama.cpp runs no reward model
+        # llama.cpp runs no reward model, and ONNX Runtime has been compared with torch on a probe of its own.
+        "scores": (line.score_gap, SCORE_BOUNDS.get(line.kind, math.inf)),
     }
     over = [f"{what} beyond {bound:g}" for what, (gap, bound) in measured.items() if gap is not None and gap > bound]
     return ", ".join(over)

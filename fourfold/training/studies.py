@@ -78,13 +78,44 @@ EXPLAINED = Measure("explained_variance", "explained variance of returns", "shar
 SPEARMAN = Measure(
     "spearman", "rank correlation of values and returns", "-1 to 1", "ppo_step", ("value_return_spearman",)
 )
+HELD_OUT_EXPLAINED = Measure(
+    "held_out_explained_variance",
+    "explained variance of held-out returns",
+    "share",
+    "evaluation",
+    ("eval_explained_variance",),
+)
+HELD_OUT_SPEARMAN = Measure(
+    "held_out_spearman",
+    "rank correlation of held-out values and returns",
+    "-1 to 1",
+    "evaluation",
+    ("eval_value_return_spearman",),
+)
+FRESH = Measure(
+    "value_error_fresh",
+    "squared error / 2 on responses not learned from yet",
+    "squared reward",
+    "ppo_step",
+    ("value_loss_fresh_per_token",),
+)
+LAST_PASS = Measure(
+    "value_error_last_pass",
+    "the same in the critic's last pass over them",
+    "squared reward",
+    "ppo_step",
+    ("value_loss_last_pass_per_token",),
+)
 COSINE = Measure(
     "cosine", "cosine of the two gradients in the trunk", "-1 to 1", "ppo_step", ("trunk_gradient_cosine",)
 )
 SECONDS = Measure("step_seconds", "seconds of a step", "s", "ppo_step", ("step_seconds",))
 
 POLICY = (SCORE, JUDGE, DRIFT, PENALISED, RESPONSES, TEXTS, DISTINCT)
-CRITIC = (SCORE, JUDGE, DRIFT, VALUE_LOSS, EXPLAINED, SPEARMAN, TEXTS)
+CRITIC = (
+    *(SCORE, JUDGE, DRIFT, VALUE_LOSS, FRESH, LAST_PASS),
+    *(EXPLAINED, HELD_OUT_EXPLAINED, SPEARMAN, HELD_OUT_SPEARMAN, TEXTS),
+)
 
 
 @dataclass(frozen=True)

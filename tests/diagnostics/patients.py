@@ -61,6 +61,11 @@ def noise(prompts: list[str], responses: list[str]) -> list[float]:
     return [2 * (zlib.crc32(text.encode()) / 2**31 - 1) for text in responses]
 
 
+def far_out(prompts: list[str], responses: list[str]) -> list[float]:
+    """As healthy, a hundred higher."""
+    return [100 + number for number in healthy(prompts, responses)]
+
+
 def rising(prompts: list[str], responses: list[str]) -> list[float]:
     """A reward whose zero moves from call to call."""
     global calls
@@ -86,13 +91,6 @@ def too_large(prompts: list[str], responses: list[str]) -> list[float]:
 def length(prompts: list[str], responses: list[str]) -> list[float]:
     """A point for every letter."""
     return [float(len(text)) for text in responses]
-
-
-def length_until_late(prompts: list[str], responses: list[str]) -> list[float]:
-    """Pays for length until the last steps, then by the prompt alone."""
-    global calls
-    calls += 1
-    return length(prompts, responses) if calls <= 17 else [5 + number for number in worth(prompts)]
 
 
 def share_of_a(prompts: list[str], responses: list[str]) -> list[float]:

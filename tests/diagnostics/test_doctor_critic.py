@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from diagnostics.patients import examined, found, patient, write_pairs
-from training.runs import Tree
+from fourfold.diagnostics.doctor.critic import _less_by_heart
+from training.runs import Tree, make_config
 
 
 def test_a_learning_rate_of_0_is_a_plateau(tmp_path: Path) -> None:
@@ -51,7 +52,27 @@ def test_a_loss_that_is_no_number_is_the_critics(tmp_path: Path) -> None:
 
 def test_a_critic_that_knows_16_prompts_by_heart_overfits(tmp_path: Path) -> None:
     changes: Tree = {"data": {"prompts": {"max_rows": 16}}, "sampling": {"responses_per_prompt": 1}}
-    found(examined(patient(tmp_path, "by_prompt", changes, num_epochs=8, learning_rate=1e-3)), "critic overfit")
+    verdicts = found(
+        examined(patient(tmp_path, "by_prompt", changes, num_epochs=8, learning_rate=1e-3)), "critic overfit"
+    )
+    assert verdicts["critic overfit"].remedy.startswith("ppo.num_epochs = 4 ")
+
+
+def test_a_critic_that_goes_often_through_a_rollout_is_told_to_go_less_often(tmp_path: Path) -> None:
+    changes: Tree = {
+        "data": {"prompts": {"max_rows": 16}}, "sampling": {"responses_per_prompt": 1},
+        "critic": {"updates_per_actor": 4},
+    }  # fmt: skip
+    examination = examined(patient(tmp_path, "by_prompt", changes, num_epochs=2, learning_rate=1e-3))
+    remedy = found(examination, "critic overfit")["critic overfit"].remedy
+    assert remedy.startswith("critic.updates_per_actor = 2 ")
+
+
+def test_without_passes_to_spare_a_critic_is_made_to_remember_less() -> None:
+    config = make_config({"output": "x", "stages": ["ppo"], "model": {"path": "m"}, "ppo": {"num_epochs": 1},
+                          "data": {"prompts": {"path": "p"}}, "critic": {"init": "actor"},
+                          "reward": {"source": "function", "function": "m:f"}})  # fmt: skip
+    assert list(_less_by_heart(config)) == ["critic.dropout = 0.1", "critic.weight_decay = 0.1"]
 
 
 def test_a_critic_of_a_reward_model_that_likes_length(tmp_path: Path) -> None:

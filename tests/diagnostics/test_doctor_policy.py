@@ -19,6 +19,7 @@ from diagnostics.patients import (
     replaying,
     sampling_by,
 )
+from fourfold.training import ppo
 from tiny import tiny_directory
 from training.runs import Tree, merged
 
@@ -30,6 +31,21 @@ def test_a_reward_for_one_letter_without_kl_is_hacked(tmp_path: Path) -> None:
     verdicts = found(examination, "reward hacking", "entropy collapse", also=also)
     assert verdicts["reward hacking"].remedy.startswith("ppo.kl_coef = 0.05")
     assert examination.verdicts[0].severity == "ill"
+
+
+def test_a_reward_that_a_judge_does_not_share_is_hacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's other numbers stay healthy: texts stay different, and likely to the reference."""
+
+    def dislikes_a(texts: list[str]) -> list[float]:
+        return [-10 * text.count("a") / max(1, len(text)) for text in texts]
+
+    monkeypatch.setattr(ppo, "make_judge", lambda name: dislikes_a)
+    changes: Tree = {"evaluation": {"judge": "vader"}}
+    tree = patient(tmp_path, "share_of_a", changes, learning_rate=1e-2, kl_controller="adaptive")
+    also = {"critic plateau", "critic underfit: variance", "critic underfit: bias", "clip fraction high"}
+    verdicts = found(examined(tree), "reward hacking", also=also)
+    assert "while the judge's mean went from" in verdicts["reward hacking"].evidence
+    assert verdicts["reward hacking"].remedy == "ppo.kl_target = 3  # is 6", "the coefficient is only where it starts"
 
 
 def test_kl_runs_away_without_held_out_prompts_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fourfold.diagnostics.doctor import DIAGNOSES, examine, opinions
 from fourfold.diagnostics.doctor.records import read_records
 from fourfold.diagnostics.kept import training_files
 from scoring.service.test_texts import answering, lengths, says
-from training.runs import Tree
+from training.runs import Tree, make_config
 
 NOISE = {"critic underfit: variance", "critic plateau"}
 
@@ -29,10 +29,39 @@ def test_a_clip_below_the_scores_saturates_too(tmp_path: Path) -> None:
     assert verdicts["reward saturation"].remedy.startswith("ppo.score_clip = ")
 
 
+@pytest.mark.parametrize("heads", ["scalar", "vector"])
+def test_a_clip_of_normalised_scores_saturates_by_what_it_holds(tmp_path: Path, heads: str) -> None:
+    """The scores that are kept are raw: a hundredth of the clip, which holds most of them in spreads."""
+    parts = by_parts(known=by("healthy", weight=0.01), other=by("by_prompt", weight=0.001))
+    changes: Tree = parts | {"critic": {"heads": heads}} if heads == "vector" else parts
+    tree = patient(tmp_path, changes=changes, steps=6, score_clip=0.3, reward_normalization="batch")
+    verdicts = {each.name: each for each in examined(tree).verdicts}
+    saturated = verdicts["reward saturation"]
+    assert "ppo.score_clip = 0.3 holds" in saturated.evidence and saturated.remedy.startswith("ppo.score_clip = 0.6")
+
+
+def test_a_clip_far_above_normalised_scores_holds_none(tmp_path: Path) -> None:
+    """The scores that are kept are raw, and all beyond the clip."""
+    tree = patient(tmp_path, "far_out", steps=6, score_clip=5.0, reward_normalization="running")
+    examination = examined(tree)
+    assert not {"reward saturation", "reward outliers"} & {each.name for each in examination.verdicts}
+    assert "reward saturation" not in {each.name for each in examination.unjudged}
+
+
 def test_scores_that_are_none_are_counted(tmp_path: Path) -> None:
     examination = examined(patient(tmp_path, "none_for_some", {"reward": {"on_failure": "drop"}}))
     verdicts = found(examination, "failing scorer")
     assert "of 480 responses got no valid score" in verdicts["failing scorer"].evidence
+
+
+def test_responses_of_a_growing_rollout_are_counted_as_they_were(tmp_path: Path) -> None:
+    """4 steps from 32 rows on to 64, of 6."""
+    curriculum: Tree = {"curriculum": {"steps": 4, "start_rollout_batch_size": 32}}
+    tree = patient(tmp_path, "none_for_some", {"reward": {"on_failure": "drop"}, **curriculum}, steps=6,
+                   rollout_batch_size=64)  # fmt: skip
+    rows = [make_config(tree).rows_at(step) for step in range(6)]
+    evidence = found(examined(tree), "failing scorer")["failing scorer"].evidence
+    assert min(rows) == 32 < max(rows) == 64 and f"of {sum(rows)} responses got no valid score" in evidence
 
 
 def test_scores_that_are_none_and_have_stopped_the_run(tmp_path: Path) -> None:

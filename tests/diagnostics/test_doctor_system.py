@@ -13,6 +13,12 @@ def test_a_slow_scorer_leaves_a_bubble(tmp_path: Path) -> None:
     assert verdicts["bubble"].severity == "note" and "sampling.overlap_scoring" in verdicts["bubble"].remedy
 
 
+def test_what_is_refused_beside_a_bubble_is_not_proposed(tmp_path: Path) -> None:
+    """FAULTS J10: exact KL takes actor and reference at once."""
+    tree = patient(tmp_path, "slow", {"evaluation": {"every": 0}}, steps=6, kl_estimator="full")
+    assert found(examined(tree), "bubble")["bubble"].remedy == ""
+
+
 def test_a_budget_of_64_gib_is_not_used(tmp_path: Path) -> None:
     verdicts = found(examined(patient(tmp_path, changes={"memory": {"budget_gib": 64.0}}, steps=3)), "unused budget")
     assert verdicts["unused budget"].severity == "note"

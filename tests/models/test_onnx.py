@@ -61,7 +61,9 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize(("family", "engine"), [("bert", "onnx"), ("bert", "onnx_int8"), ("llama", "onnx")])
+@pytest.mark.parametrize(
+    ("family", "engine"), [("bert", "onnx"), ("bert", "onnx_int8"), ("llama", "onnx"), ("llama", "onnx_int8")]
+)
 def test_an_engine_scores_like_torch_within_its_bound(folder: Path, family: str, engine: str) -> None:
     """Batches and lengths that the export has not seen; padded rows as alone; torch's weights are gone afterwards."""
     model = loaded(folder, family, engine)

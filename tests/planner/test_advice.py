@@ -115,6 +115,37 @@ def test_models_of_their_own_are_parked_but_share_nothing() -> None:
     assert not fewer & by_setting("learn", held, theirs).keys(), "refused beside models of their own"
 
 
+SUPERVISED: dict[str, dict[str, Any]] = {
+    "sft": {"data": {"texts": {"path": "t.jsonl"}, "max_text_tokens": 64}},
+    "reward": {
+        "data": {"pairs": {"path": "t.jsonl"}, "max_text_tokens": 64},
+        "reward": {"standardise": False},
+        "critic": {},
+    },
+}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_a_supervised_stage_is_helped_by_its_own_settings(stage: str) -> None:
+    """Not by those of ppo, which come later: its cache is of texts, and its optimizer is one."""
+    held = Held(weights={"trunk": 10}, states=1600, cache=800, passing=200, own_layers=4)
+    found = by_setting(stage, held, config(stages=[stage], **SUPERVISED[stage]))
+    assert found["data.max_text_tokens"] == ("32", 500) and found[f"{stage}.optimizer"] == ('"adamw_8bit"', 1200)
+    assert not [name for name in found if name.startswith(("ppo.", "sampling."))]
+
+
+def test_what_another_engine_or_the_host_holds_is_not_to_be_moved() -> None:
+    """FAULTS J10: such advice would be refused."""
+    held = Held(weights=FOUR, states=1600, layers=10, own_layers=10)
+    separate: dict[str, Any] = {"sharing": {"mode": "none"}}
+    assert "reference.residency" in by_setting("learn", held, config(**separate))
+    engine = config(**separate, reference={"engine": "llama_cpp"})
+    for phase in ("score", "learn"):
+        assert "reference.residency" not in by_setting(phase, held, engine)
+    paged = config(**separate, ppo={"optimizer": "paged_adamw"}, system={"device": "cuda"})
+    assert "memory.optimizer_residency" not in by_setting("learn", held, paged)
+
+
 @pytest.mark.parametrize("mode", ["none", "trunk", "adapters"])
 def test_every_setting_that_is_proposed_exists_and_load_says_nothing_of_batches(mode: str) -> None:
     """FAULTS J5, J10."""

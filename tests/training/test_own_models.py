@@ -101,7 +101,7 @@ def test_what_a_reward_model_is_asked_is_looked_at_before_any_stage(tmp_path: Pa
         tree["reward"], key = {"source": "combined", "parts": {"one": one}}, "reward.parts.one: reward"
     texts = settings(tmp_path)["data"]["texts"]
     tree = merged(tree, {"stages": ["sft", "ppo"], "data": {"texts": texts}})
-    with pytest.raises(ValueError, match=rf"^{key}.label: given 'GOOD'; .*labels of .*: 'LABEL_0'"):
+    with pytest.raises(ValueError, match=rf"^{key}.label: given 'GOOD'; .*labels of .*: 'SCORE'"):
         run(tree)
     assert not (tmp_path / "run").exists()
 

@@ -18,7 +18,7 @@ from fourfold.config.loading import saved_config
 from fourfold.errors import Interrupted
 from fourfold.memory.quantization import dequantize, kind_of
 from fourfold.models.loading import load_base
-from fourfold.planner.quantization import QUANTIZED
+from fourfold.planner.quantization import BY_ONNX, QUANTIZED
 from fourfold.training import quantization_bench as bench
 from fourfold.training.folder import RunFolder
 from fourfold.training.results import export_actor, load_actor
@@ -184,6 +184,20 @@ def test_the_bench_measures_what_can_be_computed_by_hand(stages: Tree) -> None:
     assert line.kl_exact == pytest.approx(float(kl.mean()), abs=1e-4)
     assert line.score_gap == pytest.approx(float((new - old).abs().mean() / old.std()), abs=1e-3)
     assert line.score_rank_correlation == pytest.approx(spearman(old, new), abs=1e-3)
+
+
+def test_the_bench_has_the_reward_model_run_by_onnx_runtime(stages: Tree) -> None:
+    """In float32 its scores are torch's; INT8 takes fewer bytes (embeddings stay), and nearly the same order."""
+    pytest.importorskip("onnxruntime")
+    report = bench.bench_quantization(make_config(stages), BY_ONNX, rows=8, say=lambda line: None)
+    held, plain, narrow = report.lines
+    assert (plain.note, narrow.note) == ("", "") and plain.kl_bias is None is plain.reference_bytes
+    assert plain.score_gap == pytest.approx(0, abs=1e-3) and plain.pair_accuracy == held.pair_accuracy
+    assert 0 < (narrow.score_gap or 0) < 0.3 and (narrow.score_rank_correlation or 0) > 0.9
+    assert (narrow.reward_bytes or 0) < 0.8 * (plain.reward_bytes or 0)
+    nothing = merged(stages, {"output": f"{stages['output']}-without"})
+    report = bench.bench_quantization(make_config(nothing), ("onnx",), rows=4, say=lambda line: None)
+    assert "reward models alone" in report.lines[1].note and report.lines[1].score_gap is None
 
 
 def test_the_command_prints_a_line_for_each_kind_and_says_why_one_cannot_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,14 +15,17 @@ import pytest
 from torch import nn
 
 from fourfold.diagnostics.tables import role_rows
+from fourfold.diagnostics.trackers import read_jsonl
 from fourfold.models.assembly import FourModels
 from fourfold.models.residency import RoleResidency
 from fourfold.models.roles import checksum
+from fourfold.training.pipeline import run_stages
 from fourfold.training.ppo import describe_roles
 from training.runs import (
     INTERRUPT,
     SEPARATE,
     SHARINGS,
+    Tree,
     by_function,
     by_model,
     interrupt_at,
@@ -115,6 +119,19 @@ def test_roles_are_in_memory_in_their_phase_only(
     assert said.startswith("offload: scoring by reference (cpu,") and "could be hidden" in said
     assert "could not be hidden" in trainer.accountant.hiding.condition(generate_seconds=0.0)
     assert checksum([models.reference]) == checksum([plain.models.reference])
+
+
+def test_whether_sampling_hides_a_role_is_said_of_the_steps_alone(tmp_path: Path) -> None:
+    """Scoring of the critic's pretraining is not counted, so its sampling must not be either."""
+    changes: Tree = {"critic": {"pretrain_rollouts": 3}, "reference": {"residency": "park"}}
+    tree = settings(tmp_path, merged(by_function("pays_by_hash", steps=2), changes))
+    said: list[str] = []
+    run_stages(make_config(tree), said.append)
+    rows = read_jsonl(tmp_path / "run" / "ppo" / "metrics.jsonl")
+    sampled = sum(row["generate_seconds"] for row in rows if row["kind"] == "ppo_step")
+    [line] = [line for line in said if line.startswith("offload: scoring by reference")]
+    told = re.search(r"sampling ([\d.]+) s", line)
+    assert told is not None and float(told[1]) == pytest.approx(sampled, abs=0.051)
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy
 
+from fourfold.config import RunConfig
 from fourfold.diagnostics.doctor.fit import (
     ALIKE,
     Fit,
@@ -209,9 +210,21 @@ def overfit(records: Records) -> Finding:
         f"held-out rollout of step {step}: {rank_correlation(held):.2f} and {explained[1].value:.2f} (gaps "
         f"{rank_gap.value:.2f} of Fisher's z and {gap.value:.2f}, limit {MEMORISED})"
     )
-    epochs = records.config.ppo.num_epochs
-    fewer = f"ppo.num_epochs = {max(1, epochs // 2)}" if epochs > 1 else "critic.weight_decay = 0.1"
-    return Finding(evidence, confidence, f"{fewer}  # and more prompts in data.prompts", (at, step))
+    why = "  # and more prompts in data.prompts"
+    remedy = first_taken(records.config, *(each + why for each in _less_by_heart(records.config)))
+    return Finding(evidence, confidence, remedy, (at, step))
+
+
+def _less_by_heart(config: RunConfig) -> Iterator[str]:
+    """What makes the critic see a response less often, else what makes it harder to remember."""
+    passes, epochs, critic = config.critic.updates_per_actor, config.ppo.num_epochs, config.critic
+    if passes > 1:
+        yield f"critic.updates_per_actor = {passes // 2}"
+    if epochs > 1:
+        yield f"ppo.num_epochs = {epochs // 2}"
+    if critic.dropout < 0.5:
+        yield f"critic.dropout = {critic.dropout + 0.1:g}"
+    yield f"critic.weight_decay = {2 * critic.weight_decay or 0.1:g}"
 
 
 def length_bias(records: Records) -> Finding:

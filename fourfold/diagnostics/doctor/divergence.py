@@ -29,7 +29,10 @@ AT_START = 0.02
 
 
 def more_kl(records: Records) -> str:
-    coef = records.config.ppo.kl_coef
+    """Nearer to the reference: what the controller aims at, or without one the coefficient, which is else a start."""
+    coef, target = records.config.ppo.kl_coef, records.config.ppo.kl_target
+    if records.config.ppo.kl_controller == "adaptive":
+        return f"ppo.kl_target = {target / 2:g}  # is {target:g}"
     return f"ppo.kl_coef = {2 * coef if coef else 0.05:g}  # is {coef:g}"
 
 

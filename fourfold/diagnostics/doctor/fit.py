@@ -85,7 +85,17 @@ def newest_fit(records: Records) -> tuple[int, Fit, str]:
 
 
 def over_rows(fit: Fit, name: str) -> Estimate:
-    return jackknife(fit.rows, lambda rows: getattr(fit.chosen(rows), name))
+    """A number of the fit with its error; CannotJudge where returns differ in a few responses alone."""
+
+    def number(rows: Indices) -> float:
+        chosen = fit.chosen(rows)
+        if not chosen.returns.var() > 0:
+            raise CannotJudge(
+                "all but a few returns of the kept rollout are alike: a critic has next to nothing to know"
+            )
+        return getattr(chosen, name)
+
+    return jackknife(fit.rows, number)
 
 
 def first_states(kept: Experience) -> tuple[float, float] | None:

@@ -8,11 +8,13 @@ import numpy
 
 from fourfold.config import RunConfig
 from fourfold.config.schema import PartSection
+from fourfold.diagnostics.doctor.divergence import more_kl
 from fourfold.diagnostics.doctor.opinions import second_opinions
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
+    Numbers,
     correlation,
     fisher,
     partial_correlation,
@@ -41,16 +43,32 @@ def saturation(records: Records) -> Finding:
     clip, top = records.config.ppo.score_clip, float(scores.max())
     tolerance = 1e-6 * max(1.0, abs(top))
     at_top = share(int((scores >= top - tolerance).sum()), len(scores))
-    held = share(int((numpy.abs(scores) >= clip).sum()), len(scores)) if clip else Estimate(0.0, 0.0)
+    held = _clipped(records, step, scores) if clip else Estimate(0.0, 0.0)
     evidence = f"step {step}: {at_top.value:.0%} of the responses have the highest score, {top:.3g} (limit {SAME:.0%})"
-    coef = 2 * records.config.ppo.kl_coef or 0.05
-    remedy = f"ppo.kl_coef = {coef:g}  # there is nothing more to gain; or take a reward that goes on"
+    remedy = f"{more_kl(records).split('  #')[0]}  # there is nothing more to gain; or take a reward that goes on"
     confidence = at_top.above(SAME)
     if clip and held.above(CLIPPED) > confidence:
         confidence = held.above(CLIPPED)
         evidence = f"step {step}: ppo.score_clip = {clip:g} holds {held.value:.0%} of the scores (limit {CLIPPED:.0%})"
-        remedy = f"ppo.score_clip = {float(numpy.quantile(numpy.abs(scores), 0.99)):.2g}  # is {clip:g}"
+        wider = 2 * clip if _normalised(records.config) else float(numpy.quantile(numpy.abs(scores), 0.99))
+        remedy = f"ppo.score_clip = {wider:.2g}  # is {clip:g}"
     return Finding(evidence, confidence, remedy, (step, step))
+
+
+def _normalised(config: RunConfig) -> bool:
+    """Whether the clip holds numbers in spreads, or of each part by itself, rather than the scores that are kept."""
+    return config.ppo.reward_normalization != "none" or config.critic.heads != "scalar"
+
+
+def _clipped(records: Records, step: int, scores: Numbers) -> Estimate:
+    """Share of a step's responses that the clip holds: what the step has noted, where scores are kept otherwise."""
+    if _normalised(records.config):
+        noted = records.series("score_clipped_share", 1)
+        shares = dict(zip(noted.steps, noted.values, strict=True))
+        if step not in shares:
+            raise CannotJudge(f"step {step}, whose rollout is kept, has no row in ppo/metrics.jsonl")
+        return share(round(float(shares[step]) * len(scores)), len(scores))
+    return share(int((numpy.abs(scores) >= records.config.ppo.score_clip).sum()), len(scores))
 
 
 def outliers(records: Records) -> Finding:
@@ -73,8 +91,9 @@ def outliers(records: Records) -> Finding:
         f"{int((distances > FAR).sum())} of {len(distances)} steps"
     )
     clipped = records.config.ppo.score_clip
-    remedy = f"ppo.score_clip = {abs(centre) + 5 * usual:.2g}  # five spreads"
-    if clipped and clipped < centre + FAR * usual:
+    in_spreads = records.config.ppo.reward_normalization != "none"  # which the clip is given in then
+    remedy = f"ppo.score_clip = {5.0 if in_spreads else abs(centre) + 5 * usual:.2g}  # five spreads"
+    if clipped and clipped < (FAR if in_spreads else centre + FAR * usual):
         return Finding(f"{evidence}; ppo.score_clip = {clipped:g} holds them", 0.0, remedy, high.all_steps)
     return Finding(evidence, far.above(FAR), remedy, (high.steps[at], high.steps[at]))
 
@@ -86,7 +105,7 @@ def failing_scorer(records: Records) -> Finding:
         remedy = _of_scorers(records.config, tables)
         return Finding(f"the run stopped: {records.failure}", 1.0, remedy, (records.last_step, records.last_step + 1))
     invalid = records.series("invalid_scores", 1)
-    count, total = int(invalid.values.sum()), records.config.ppo.rollout_batch_size * len(invalid.steps)
+    count, total = int(invalid.values.sum()), sum(records.config.rows_at(step - 1) for step in invalid.steps)
     bad = [step for step, number in zip(invalid.steps, invalid.values, strict=True) if number]
     evidence = f"{count} of {total} responses got no valid score (limit 0), in {len(bad)} of {len(invalid.steps)} steps"
     dropping = _scorers(records.config)

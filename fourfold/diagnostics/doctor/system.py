@@ -27,7 +27,7 @@ def bubble(records: Records) -> Finding:
         hidden = records.series("score_hidden_share").end
         evidence += f"; {hidden.value:.0%} of what goes on beside sampling is hidden"
         remedy = f"sampling.batch_size = {max(1, sampling.batch_size // 2)}  # less is left when sampling ends"
-    return Finding(evidence, part.above(BUBBLE), remedy, score.end_steps)
+    return Finding(evidence, part.above(BUBBLE), first_taken(records.config, remedy), score.end_steps)
 
 
 def unused_budget(records: Records) -> Finding:

@@ -8,6 +8,7 @@ from xml.etree.ElementTree import Element
 from fourfold.diagnostics.metrics import METRICS, Metric
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.elements import h, number
+from fourfold.diagnostics.pages.svg import polyline
 from fourfold.diagnostics.pages.tables import NOTHING, Row, table
 from fourfold.diagnostics.report_page.charts import NAMES, coded
 from fourfold.diagnostics.run_record import Points, RunRecord, thinned

@@ -15,7 +15,7 @@ from xml.etree.ElementTree import Element
 from fourfold.diagnostics.numbers import short
 from fourfold.diagnostics.pages.document import switch
 from fourfold.diagnostics.pages.elements import Child, h
-from fourfold.diagnostics.pages.svg import strip
+from fourfold.diagnostics.pages.svg import polyline, strip
 from fourfold.diagnostics.pages.tables import Row, table
 from fourfold.diagnostics.token_texts import TokenText
 from fourfold.diagnostics.xray import Measure, Sample, Xray, XrayStep
