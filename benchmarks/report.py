@@ -17,6 +17,7 @@ from benchmarks.limit import limit_table
 from benchmarks.peer_table import peer_table
 from benchmarks.planner_table import planner_table
 from benchmarks.presets import presets_origins, presets_table
+from benchmarks.quantization import quantization_table
 from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, read_results, side_line
 
 BLOCK = re.compile(r"(<!-- figures:(?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", flags=re.DOTALL)
@@ -55,6 +56,8 @@ def table(result: Result) -> str:
         rows = peer_table(result)
     elif result.name.partition("-")[0] == "limit":
         rows = limit_table(result)
+    elif result.name == "quantization":
+        rows = quantization_table(result)
     elif "planner" in result.config:
         rows = planner_table(result)
     else:
