@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fourfold.algorithms.log_probs import Entropy, log_probs_from_logits
 from fourfold.batch import Rollout
@@ -127,8 +128,16 @@ def reference_by_llama_cpp(config: RunConfig, base: Base, actor: Policy) -> Llam
         file = Path(config.output).expanduser() / "ppo" / "reference.gguf"
         write_gguf(model, file, weights)
     engine = LlamaCpp(file, KEY)
-    verify_engine(engine, model, base.tokenizer, str(file))
-    return LlamaPolicy(form_of(model), engine, weights)
+    changes = verify_engine(engine, model, base.tokenizer, str(file))
+    reference = LlamaPolicy(form_of(model), engine, weights)
+    note_rounding(reference, config, changes)
+    return reference
+
+
+def note_rounding(reference: EnginePolicy, config: RunConfig, changes: tuple[Tensor, Tensor]) -> None:
+    """What the engine changes on the probe, where no rollout can tell because the actor has other weights."""
+    if not config.reference.starts_as_the_actor:
+        reference.rounding = changes
 
 
 def torch_reference(config: RunConfig, base: Base, actor: Policy) -> PreTrainedModel:
@@ -138,22 +147,26 @@ def torch_reference(config: RunConfig, base: Base, actor: Policy) -> PreTrainedM
     return whole_model(config, base, actor)[0]
 
 
-def verify_engine(engine: Engine, model: PreTrainedModel, tokenizer: Any, asked: str, key: str = KEY) -> float:
-    """Mean |difference| of log-probs from torch's on the probe; ValueError beyond the bound.
+def verify_engine(
+    engine: Engine, model: PreTrainedModel, tokenizer: Any, asked: str, key: str = KEY
+) -> tuple[Tensor, Tensor]:
+    """log p - log p_engine of the probe's tokens [rows, time] in nats, p by torch, and where they are.
 
-    `asked` is the file or the server that is run, `key` the setting that asks for it.
+    ValueError where the mean of its size is beyond the bound. `asked` is the file or the server that is run, `key` the
+    setting that asks for it.
     """
     rows = probe_rows(tokenizer)
-    truth = torch.cat([torch_log_probs(model, row) for row in rows])
-    found = engine.log_probs(rows, [1] * len(rows), 1.0)
-    gap = float((found - truth).abs().mean())
+    truth = [torch_log_probs(model, row) for row in rows]
+    changes = torch.cat(truth) - engine.log_probs(rows, [1] * len(rows), 1.0)
+    gap = float(changes.abs().mean())
     if not gap <= BOUND:
         raise ValueError(
-            f"{key}: on a probe of {len(truth)} tokens llama.cpp's log-probs are {gap:.2g} nats a token from torch's "
+            f"{key}: on a probe of {len(changes)} tokens llama.cpp's log-probs are {gap:.2g} nats a token from torch's "
             f"of the same model, on average (allowed {BOUND:g}); this build of llama.cpp computes wrong numbers, or "
             f"{asked} holds another model; try another version of llama-cpp-python, or leave {key} out"
         )
-    return gap
+    mask = pad_sequence([torch.ones_like(each, dtype=torch.bool) for each in truth], batch_first=True)
+    return changes.new_zeros(mask.shape).masked_scatter(mask, changes), mask
 
 
 def probe_rows(tokenizer: Any) -> list[list[int]]:

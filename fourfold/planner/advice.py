@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fourfold.config.checks.memory import trained
+from fourfold.config.checks.memory import in_backward, trained
 from fourfold.config.schema import RunConfig
 from fourfold.planner.quantization import QUANTIZED, held_bytes
 
@@ -202,6 +202,11 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
     ):
         narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
         yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
+    if config.memory.optimizer_residency != "offload" and config.precision.compute != "float16":
+        within = config.memory.model_copy(update={"optimizer_in_backward": True})
+        allowed = not list(in_backward(config.model_copy(update={"memory": within})))
+        if phase in ("learn", *SUPERVISED) and allowed and not config.memory.optimizer_in_backward:
+            yield Advice("memory.optimizer_in_backward", "true", held.gradients)
     section = phase if phase in SUPERVISED else "ppo"
     if section in config.stages and getattr(config, section).optimizer == "adamw":
         own = held.states if phase in SUPERVISED else held.states // 2  # of the actor's and the critic's

@@ -12,7 +12,7 @@ from fourfold.errors import RunFailed
 from fourfold.models.assembly import record_for, start_of_reference
 from fourfold.models.external import PADDING_TOLERANCE, QUANTIZED_BOUNDS, placed
 from fourfold.models.identity import ModelIdentity, ReaderIdentity, weights_in_folder, weights_of_role
-from fourfold.models.llama_roles import EnginePolicy, torch_reference, verify_engine
+from fourfold.models.llama_roles import EnginePolicy, note_rounding, torch_reference, verify_engine
 from fourfold.models.loading import Base
 from fourfold.models.onnx import BOUNDS as ENGINE_BOUNDS
 from fourfold.models.outside import Absent, Outside
@@ -53,8 +53,9 @@ def reference_at_llama_server(config: RunConfig, base: Base, actor: Policy) -> E
     """The reference at llama.cpp's own server, which has to hold what `actor` is now, or the policy that is named."""
     server = LlamaServer(config.service, ordinary_ids(base.tokenizer) - base.eos_ids)
     model = torch_reference(config, base, start_of_reference(config, base, actor))
-    verify_engine(server, model, base.tokenizer, server.url)
+    changes = verify_engine(server, model, base.tokenizer, server.url)
     reference = EnginePolicy(form_of(model), server, "its file's types")
+    note_rounding(reference, config, changes)
     reference.residency = server
     return reference
 

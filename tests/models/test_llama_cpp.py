@@ -61,7 +61,8 @@ def test_rows_that_fit_stand_beside_each_other() -> None:
 def test_an_engine_that_is_the_model_passes_and_a_wrong_one_is_refused() -> None:
     """Another model, and the same one with its tokens mixed up."""
     model, tokenizer = tiny_model("llama"), tiny_tokenizer(pad_is_eos=False)
-    assert verify_engine(InTorch(model), model, tokenizer, "x.gguf") == 0
+    changes, mask = verify_engine(InTorch(model), model, tokenizer, "x.gguf")
+    assert not changes.any() and mask.sum(dim=1).tolist() == [len(row) - 1 for row in probe_rows(tokenizer)]
     for wrong in (InTorch(tiny_model("llama", seed=1)), InTorch(model, late=1)):
         with pytest.raises(ValueError, match=r"of \d+ tokens llama.cpp's log-probs are \S+ nats .* \(allowed 0.2\)"):
             verify_engine(wrong, model, tokenizer, "x.gguf")
@@ -119,10 +120,10 @@ def test_hidden_states_are_those_of_torch(tmp_path: Path, family: str) -> None:
 @needs_llama_cpp
 def test_eight_bits_are_within_the_bound_and_are_not_sixteen(tmp_path: Path) -> None:
     model, tokenizer = tiny_model("llama", hidden=64), tiny_tokenizer(pad_is_eos=False)
-    gaps = {
-        weights: verify_engine(engine_of(model, tmp_path / weights, weights), model, tokenizer, weights)
-        for weights in ("F16", "Q8_0")
-    }
+    gaps = dict[str, float]()
+    for weights in ("F16", "Q8_0"):
+        changes, mask = verify_engine(engine_of(model, tmp_path / weights, weights), model, tokenizer, weights)
+        gaps[weights] = float(changes[mask].abs().mean())
     assert 0 < 3 * gaps["F16"] < gaps["Q8_0"] < BOUND / 2
 
 

@@ -134,6 +134,25 @@ def test_a_supervised_stage_is_helped_by_its_own_settings(stage: str) -> None:
     assert not [name for name in found if name.startswith(("ppo.", "sampling."))]
 
 
+def test_a_step_within_the_backward_pass_is_proposed_where_its_conditions_hold() -> None:
+    """Without clipping by the norm, and with mini-batches that are one pass: no gradients wait for the step."""
+    held = Held(weights=FOUR, gradients=700)
+    whole = {
+        "ppo": {"max_grad_norm": 0.0, "mini_batch_size": 8, "micro_batch_size": 8},
+        "critic": {"max_grad_norm": 0.0},
+    }
+    whole["critic"] |= {"init": "actor"}
+    assert by_setting("learn", held, config(**whole))["memory.optimizer_in_backward"] == ("true", 700)
+    for changes in (
+        {"ppo": whole["ppo"] | {"micro_batch_size": 4}},
+        {"memory": {"optimizer_residency": "offload"}},
+        {},
+    ):
+        given = whole | changes if changes else {}
+        assert "memory.optimizer_in_backward" not in by_setting("learn", held, config(**given))
+    assert "memory.optimizer_in_backward" not in by_setting("generate", held, config(**whole))
+
+
 def test_what_another_engine_or_the_host_holds_is_not_to_be_moved() -> None:
     """FAULTS J10: such advice would be refused."""
     held = Held(weights=FOUR, states=1600, layers=10, own_layers=10)

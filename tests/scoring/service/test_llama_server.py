@@ -14,12 +14,12 @@ import torch
 from fourfold.config import ConfigError
 from fourfold.config.schema import ServiceSection
 from fourfold.errors import RunFailed
-from fourfold.models.llama_roles import EnginePolicy, torch_log_probs
+from fourfold.models.llama_roles import EnginePolicy, probe_rows, torch_log_probs
 from fourfold.scoring.service.llama_server import LlamaServer, ordinary_ids
 from fourfold.training.ppo import describe_roles
 from llama_stand_in import SLOTS, real_one, stand_in
 from models.test_loading import write_gguf
-from tiny import BOS, EOS, PAD, UNK, VOCABULARY, tiny_model, tiny_tokenizer
+from tiny import BOS, EOS, PAD, UNK, VOCABULARY, tiny_directory, tiny_model, tiny_tokenizer
 from training.runs import Tree, by_function, make_config, make_trainer, merged, settings, steps_of
 
 # A package with prebuilt wheels of llama.cpp's server; what its server answers, the stand-in answers by torch.
@@ -115,6 +115,17 @@ def test_a_run_whose_reference_is_a_llama_server(tmp_path: Path, urls: Any, kind
     for row, expected in zip(rows, plain, strict=True):
         assert row["kl_per_sequence_mean"] == pytest.approx(expected["kl_per_sequence_mean"], abs=0.05)
         assert row["reference_pass_seconds"] > 0 < row["reference_moved_bytes"]
+
+
+def test_what_a_server_rounds_of_a_model_of_its_own_is_measured_on_the_probe(tmp_path: Path) -> None:
+    """The distance to the actor, which has other weights, hides it in every rollout."""
+    own = tiny_directory(tmp_path / "own", "llama", seed=1)
+    with stand_in(tiny_model("llama", seed=1)) as served:
+        tree = merged(served_by(tmp_path, served.url), {"reference": {"model": str(own)}})
+        report = make_trainer(make_config(tree)).check()
+    assert report.own_reference and report.reference_bias is not None
+    assert abs(report.reference_bias.per_token_mean) < 1e-3 < report.kl_gap_mean
+    assert report.reference_bias.sequences == len(probe_rows(tiny_tokenizer(pad_is_eos=False)))
 
 
 def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
