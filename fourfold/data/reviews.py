@@ -1,7 +1,8 @@
 """Movie-review snippets with human ratings, as texts, prompts and preference pairs.
 
 The ratings were collected by C.J. Hutto and E. Gilbert (VADER, ICWSM 2014) and lie in the source distribution of
-`vaderSentiment` (MIT). Every snippet is in one split only, chosen by a hash of its text.
+`vaderSentiment` (MIT). Every snippet is in one split only, chosen by a hash of its text, and so is every opening: those
+that snippets of both splits share are held out.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SEED = 0
 MANIFEST = "manifest.json"
 NOTICE = "NOTICE"
 # Raised whenever other rows are made from the same source, so that files of an older recipe are made again.
-RECIPE = 1
+RECIPE = 2
 
 Say = Callable[[str], None]
 Json = dict[str, Any]
@@ -122,13 +123,17 @@ def build_files(archive: bytes, *, sdist_sha256: str) -> dict[str, bytes]:
             f"try to download it again: pip download --no-deps --no-binary vaderSentiment {REQUIREMENT}"
         )
     snippets, licence = read_sdist(archive)
+    parts = {split: [each for each in snippets if split_of(each.text) == split] for split in ("train", "test")}
+    groups = {split: group_by_opening(part) for split, part in parts.items()}
+    held_out = {opening.lower() for _, opening in groups["test"]}
     files: dict[str, bytes] = {}
-    for split in ("train", "test"):
-        part = [snippet for snippet in snippets if split_of(snippet.text) == split]
-        groups = group_by_opening(part)
+    for split, part in parts.items():
+        taken = held_out if split == "train" else set[str]()
         files[f"texts.{split}.jsonl"] = _jsonl(text_rows(part))
-        files[f"prompts.{split}.jsonl"] = _jsonl(prompt_rows(groups))
-        files[f"pairs.{split}.jsonl"] = _jsonl(pair_rows(groups, random.Random(SEED)))
+        files[f"prompts.{split}.jsonl"] = _jsonl(
+            row for row in prompt_rows(groups[split]) if row["prompt"].lower() not in taken
+        )
+        files[f"pairs.{split}.jsonl"] = _jsonl(pair_rows(groups[split], random.Random(SEED)))
     files[NOTICE] = _notice(licence).encode()
     files[MANIFEST] = _manifest(files, digest).encode()
     return files

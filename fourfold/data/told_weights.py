@@ -99,10 +99,10 @@ class ToldWeights:
         """What a prompt begins with.
 
         >>> ToldWeights(None, {"safety": 1.0, "brevity": 1.0}).text((8, 2))
-        '[safety=0.8 brevity=0.2] '
+        '[safety=0.8 brevity=0.2]\\n'
         """
         said = (f"{name}={tenth / PARTS_OF_ONE:.1f}" for name, tenth in zip(self.names, tenths, strict=True))
-        return f"[{' '.join(said)}] "
+        return f"[{' '.join(said)}]\n"
 
     def tell(self, prompt: Sequence[int], tenths: Tenths) -> list[int]:
         """A prompt's ids with the weights in front of it, behind a BOS; its own ids stay what they are."""
@@ -156,7 +156,12 @@ class ToldWeights:
         return sorted({len(ids) for ids in self._by_ids}, reverse=True)
 
     def _start(self, prompt: Sequence[int]) -> int:
-        return int(len(prompt) > 0 and prompt[0] == self._tokenizer.bos_token_id)
+        """1 where a prompt begins with a BOS of the tokenizer's own: not with the first token of a chat template."""
+        return int(self._puts_bos and len(prompt) > 0 and prompt[0] == self._tokenizer.bos_token_id)
+
+    @cached_property
+    def _puts_bos(self) -> bool:
+        return self._tokenizer("")["input_ids"][:1] == [self._tokenizer.bos_token_id]
 
     def _told(self, rollout: Rollout) -> Iterator[tuple[Tenths, Int64[Tensor, "told"]]]:
         """The weights of each row, and the columns that say them."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fourfold.planner.lever import HALF, ORDER_OF_SUMS, SEPARATE, Lever
+from fourfold.planner.rounded_roles import REFERENCES, REWARDS
 
 EAGER: Mapping[str, Any] = {"memory.attention": "eager"}
 _ON_CUDA = "needs a GPU whose kernels this names"
@@ -67,7 +68,7 @@ ENGINES: tuple[Lever, ...] = (
             "park reference",
             "stream reference",
             "service reference",
-            "int8 reference",
+            *REFERENCES,
             "half-precision frozen roles",
             "reference on the CPU",
         ),
@@ -83,7 +84,7 @@ ENGINES: tuple[Lever, ...] = (
         costs="scores that are off by the rounding; an export, once for each model; both copies while it is loaded",
         change="bounded",
         bound=0.3,  # 0.02 to 0.04; in 7 bits, on CPUs without VNNI, 0.17
-        excludes=("park reward", "stream reward", "reward on the CPU", "int8 reward", "half-precision frozen roles"),
+        excludes=("park reward", "stream reward", "reward on the CPU", *REWARDS, "half-precision frozen roles"),
         package="onnxruntime",
         not_planned="needs a reward model of another family",
     ),

@@ -12,6 +12,7 @@ from typing import Any
 
 from fourfold.planner.engines import ENGINES
 from fourfold.planner.lever import HALF, ORDER_OF_SUMS, SEPARATE, Lever
+from fourfold.planner.rounded_roles import REFERENCES, REWARDS, ROUNDED_ROLES
 
 TRUNK: Mapping[str, Any] = {"sharing.mode": "trunk"}
 ADAPTERS: Mapping[str, Any] = {"sharing.mode": "adapters"}
@@ -65,7 +66,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="three copies of the whole base; gradients and moments but for the adapters",
         costs="low rank; two small products more for each matrix",
         change="other parameters",
-        excludes=("trunk", "trained trunk", "adapters over a trunk", "int8 reference", "int8 reward"),
+        excludes=("trunk", "trained trunk", "adapters over a trunk", *REFERENCES, *REWARDS),
     ),
     Lever(
         name="adapters over a trunk",
@@ -76,7 +77,7 @@ LEVERS: tuple[Lever, ...] = (
         saves="what both save",
         costs="only the upper layers adapt",
         change="other parameters",
-        excludes=("trunk", "trained trunk", "adapters", "int8 reference", "int8 reward"),
+        excludes=("trunk", "trained trunk", "adapters", *REFERENCES, *REWARDS),
     ),
     Lever(
         name="checkpointing attention",
@@ -175,7 +176,7 @@ LEVERS: tuple[Lever, ...] = (
             "llama.cpp reference",
             "park reference",
             "stream reference",
-            "int8 reference",
+            *REFERENCES,
             "half-precision frozen roles",
             "reference on the CPU",
         ),
@@ -190,7 +191,7 @@ LEVERS: tuple[Lever, ...] = (
         costs="a request a step; the service needs a base of its own",
         change="exact",
         trunk_bound=1e-5,  # the service makes the trunk's activations anew
-        excludes=("park reward", "stream reward", "int8 reward", "half-precision frozen roles", "reward on the CPU"),
+        excludes=("park reward", "stream reward", *REWARDS, "half-precision frozen roles", "reward on the CPU"),
         not_planned="needs a service that somebody has started",
     ),
     Lever(
@@ -300,8 +301,8 @@ LEVERS: tuple[Lever, ...] = (
             "offload optimizer",
             "int8 base",
             "nf4 base",
-            "int8 reference",
-            "int8 reward",
+            *REFERENCES,
+            *REWARDS,
             "service reference",
             "service reward",
             "trained trunk",
@@ -347,40 +348,7 @@ LEVERS: tuple[Lever, ...] = (
         rounding=1.0,  # a cosine of 0.5 and more
         excludes=("int8 base", "int8 dynamic base", "trained trunk", "half-precision frozen roles"),
     ),
-    Lever(
-        name="int8 reference",
-        where="fourfold.memory.quantization",
-        settings={"precision.reference": "int8"},
-        saves="half of the reference's own half-precision matrices",
-        costs="a KL that is off by the rounding; widening the weights for each product",
-        change="bounded",
-        bound=1e-4,
-        rounding=0.02,
-        excludes=(
-            "llama.cpp reference",
-            "adapters",
-            "adapters over a trunk",
-            "service reference",
-            "half-precision frozen roles",
-        ),
-    ),
-    Lever(
-        name="int8 reward",
-        where="fourfold.memory.quantization",
-        settings={"precision.reward": "int8"},
-        saves="half of the reward model's own half-precision matrices",
-        costs="scores that are off by the rounding; widening the weights for each product",
-        change="bounded",
-        bound=1e-4,
-        rounding=0.2,
-        excludes=(
-            "adapters",
-            "adapters over a trunk",
-            "service reward",
-            "half-precision frozen roles",
-            "ONNX int8 reward",
-        ),
-    ),
+    *ROUNDED_ROLES,
     *ENGINES,
 )
 

@@ -130,6 +130,7 @@ def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> 
         for name, rows in (("prompts", records.prompts), ("prompts_test", records.prompts_test))
     )
     errors.refuse()
+    _tell_of_shared(prompts, prompts_test, say)
     return Inputs(
         [texts[row] for row in draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")],
         texts_test,
@@ -144,6 +145,16 @@ def end_of_text(base: Base) -> int:
     """The EOS that ends a text in training: the tokenizer's own where it has one."""
     own = base.tokenizer.eos_token_id
     return own if own in base.eos_ids else min(base.eos_ids)
+
+
+def _tell_of_shared(prompts: Texts, held_out: Texts, say: Say) -> None:
+    """Say how many held-out prompts are learned from: on those an evaluation is none of new prompts."""
+    learned = {tuple(prompt) for prompt in prompts}
+    if shared := sum(tuple(prompt) in learned for prompt in held_out):
+        say(
+            f"warning: {shared:,} of the {len(held_out):,} prompts of data.prompts_test stand in data.prompts too, so "
+            "evaluations are no test of new prompts; take them out of one of the two"
+        )
 
 
 def _texts(config: RunConfig, base: Base, records: list[TextRecord], name: str, say: Say) -> Texts:

@@ -78,7 +78,27 @@ def test_what_is_told_is_read_again(tokenizer: Any, prompts: list[list[int]], da
 
 
 def test_the_text_is_that_of_the_documents(tokenizer: Any) -> None:
-    assert ToldWeights(tokenizer, EQUAL).text((8, 2)) == "[safety=0.8 brevity=0.2] "
+    assert ToldWeights(tokenizer, EQUAL).text((8, 2)) == "[safety=0.8 brevity=0.2]\n"
+
+
+@pytest.mark.parametrize("prompt", ["the film", " and so", "(a)"])
+def test_whoever_writes_the_text_in_front_of_a_prompt_asks_for_the_same_tokens(tokenizer: Any, prompt: str) -> None:
+    told = ToldWeights(tokenizer, EQUAL)
+    ids = told.tell(tokenizer(prompt)["input_ids"], (8, 2))
+    assert ids == tokenizer(told.text((8, 2)) + prompt)["input_ids"]
+
+
+def test_a_chat_template_begins_behind_the_weights_where_its_first_token_is_called_bos() -> None:
+    """As SmolLM2's <|im_start|>: no text has it but that of the template, whose header is not torn apart."""
+    tokenizer = tiny_tokenizer(pad_is_eos=False)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(BOS)
+    chat = f"{tokenizer.bos_token}user the film"
+    assert tokenizer("the")["input_ids"][0] != BOS == tokenizer(chat)["input_ids"][0]
+    told = ToldWeights(tokenizer, EQUAL)
+    ids = told.tell(tokenizer(chat)["input_ids"], (8, 2))
+    assert ids == tokenizer(told.text((8, 2)) + chat)["input_ids"]
+    rollout = Rollout.of_tokens([ids], [[7, 8]], PAD)
+    torch.testing.assert_close(told.read(rollout), torch.tensor([[1.6, 0.4]]))
 
 
 def test_mean_weights_are_those_of_the_settings_in_tenths() -> None:

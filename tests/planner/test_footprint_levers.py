@@ -15,6 +15,7 @@ from fourfold.planner.footprint import footprint, passes
 from fourfold.planner.footprint.roles import cast_of
 from fourfold.planner.lever import Lever
 from fourfold.planner.levers import LEVERS, lever
+from fourfold.planner.rounded_roles import REFERENCES, REWARDS
 from fourfold.planner.scene import Scene
 from planner.scenes import A100
 from planner.small_scenes import CPU, GPU, architecture, scene
@@ -148,8 +149,8 @@ SAVES: dict[str, Saved] = {
     "int8 base": FROZEN,
     "int8 dynamic base": FROZEN,
     "nf4 base": FROZEN,
-    "int8 reference": of_role("reference"),
-    "int8 reward": of_role("reward"),
+    **dict.fromkeys(REFERENCES, of_role("reference")),
+    **dict.fromkeys(REWARDS, of_role("reward")),
     "llama.cpp reference": of_role("reference"),
     "sdpa attention": peak("learn"),
     "flash attention": peak("learn"),
@@ -162,7 +163,7 @@ SAVES: dict[str, Saved] = {
 }
 # What saves nothing of what is named above on a float32 run: the reference is held in bfloat16 there already. A reward
 # model of which only the name is known has no bytes in the bill, and moments that page stay in it.
-NOTHING_HERE = {"overlap scoring", "int8 reference", "ONNX int8 reward", "paged_adamw"}
+NOTHING_HERE = {"overlap scoring", "int8 reference", "int8 dynamic reference", "ONNX int8 reward", "paged_adamw"}
 # What has to be on for a lever to be felt: the log-probs of a whole micro-batch would be the fullest of generate.
 BESIDE = {
     "sampling batches": ["ppo.micro_batch_size=1"],

@@ -151,9 +151,9 @@ class RewardSection(OptimizerSection, ClassifierSection):
     weights: Literal["fixed", "sampled"] = Field(
         default="fixed",
         description="Weights of the parts of source = 'combined': 'fixed', those of the parts; or 'sampled' for every "
-        "prompt, which is told of them ('[safety=0.8 brevity=0.2] ' in front of it, within data.max_prompt_tokens): so "
-        "that `fourfold sample --weights` can ask for any others later. Drawn are tenths that add up to 1; scores are "
-        "weighed by them times the sum of the parts' weights.",
+        "prompt, which is told of them ('[safety=0.8 brevity=0.2]' on a line in front of it, within "
+        "data.max_prompt_tokens): so that `fourfold sample --weights` can ask for any others later. Drawn are tenths "
+        "that add up to 1; scores are weighed by them times the sum of the parts' weights.",
     )
     weights_concentration: PositiveFloat = Field(
         default=1.0,
