@@ -14,6 +14,7 @@ from benchmarks.peer_trl import Comparison, compared
 from benchmarks.results import Figure, Result
 from benchmarks.worker import PHASES, WorkerReport
 from fourfold.planner.lever import Change
+from fourfold.planner.levers import LEVERS
 
 PLAIN = "four separate models"
 WITHOUT, WITH = "without it", "with it"
@@ -61,11 +62,17 @@ def _changes(
     else:
         updates, gaps = [difference(b.moves(), a.moves()) for a, b in pairs], [a.log_prob_gap for a, _ in pairs]
         figures = [
-            Figure.of(f"{name}: {DIFFERENCE}", updates, "ratio"),
+            Figure.of(f"{name}: {DIFFERENCE}", updates, "ratio", _promise(name)),
             Figure.of(f"{name}: {LOG_PROB_GAP}", gaps, "nats a token"),
         ]
     # A promise is not kept on the median.
     return [each.model_copy(update={"value": max(each.spread or ()), "against": against}) for each in figures]
+
+
+def _promise(name: str) -> str | None:
+    """What a declared lever may change; a variation of one that is only measured has promised nothing."""
+    declared = next((each for each in LEVERS if each.name == name), None)
+    return None if declared is None else f"<= {declared.bound + declared.rounding:g}"
 
 
 def difference(base: Sequence[float], other: Sequence[float]) -> float:

@@ -147,7 +147,8 @@ class RunConfig(Section):
 
         Of settings whose `compute` is resolved.
         """
-        elsewhere = self.reference.starts_as_the_actor and self.reference.computes_elsewhere
+        given = self.reference
+        elsewhere = given.engine != "torch" or (given.starts_as_the_actor and given.computes_elsewhere)
         return self.precision.reference_differs or elsewhere
 
     @property

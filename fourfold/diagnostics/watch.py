@@ -142,7 +142,9 @@ def _verdicts(found: Examination | str) -> Iterator[Text]:
     if found.too_early:
         yield Text(f"doctor: too early: {left}", "yellow")
     elif not wrong:
-        yield Text("doctor: nothing found", "green").append(f"; {left}" if found.unjudged else "", "bright_black")
+        line = Text("doctor: nothing found", "yellow" if found.silent else "green")
+        line.append(f"; {left}" if found.unjudged else "", "bright_black")
+        yield line.append(f", all of {' and '.join(found.silent)}" if found.silent else "", "yellow")
 
 
 def line_of(row: dict[str, float]) -> str:

@@ -162,6 +162,8 @@ class Shortage:
     def __str__(self) -> str:
         if self.phase == "load":
             return f"load: memory ran out while the {self.role} was loaded ({self.said})"
+        if self.role.endswith("optimizer"):
+            return f"{self.phase}: memory ran out in a step of the {self.role} ({self.said})"
         if not self.role:
             return f"{self.phase}: memory ran out between the roles' passes ({self.said})"
         rows = f" over {self.rows} row{'s' * (self.rows != 1)}" if self.rows else ""

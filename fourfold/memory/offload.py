@@ -88,11 +88,12 @@ class Parked:
             tensor.data = absent(tensor)
         self._resident = False
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """The numbers of one of them in memory of their own."""
+    def read(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """The numbers of one of them in memory of their own, on their own device where no other is given."""
+        device = device or tensor.device
         if self._resident:
-            return tensor.detach().clone()
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            return tensor.detach().to(device, copy=True)
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         self._store.read(self._places[id(tensor)], found.reshape(-1).view(torch.uint8))
         return found
 

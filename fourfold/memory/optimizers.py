@@ -161,7 +161,7 @@ class States:
         return tensor_bytes(t for state in states for t in state.values() if isinstance(t, Tensor))
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, with the numbers of what is parked."""
+        """The optimizer's own, with the numbers of what is parked in host memory: a device has no room for them."""
         return self._with_numbers(self._optimizer.state_dict())
 
     def _with_numbers(self, value: Any) -> Any:
@@ -170,7 +170,7 @@ class States:
         if isinstance(value, Tensor):
             for parked in self._parked.values():
                 if parked.holds(value):
-                    return parked.read(value)
+                    return parked.read(value, torch.device("cpu"))
         return value
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -5,10 +5,12 @@ Only levers that are not on are proposed, in the order of what they save. No tor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fourfold.config.checks.memory import in_backward, trained
+from fourfold.config.loading import Contradiction, with_settings
 from fourfold.config.schema import RunConfig
 from fourfold.planner.quantization import QUANTIZED, held_bytes
 
@@ -100,7 +102,17 @@ def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
         found += _shorter(phase, held, config)
     if phase in ("learn", "sft", "reward"):
         found += _activations(held, config)
-    return sorted((each for each in found if each.saves > 0), key=lambda each: -each.saves)
+    best = sorted((each for each in found if each.saves > 0), key=lambda each: -each.saves)
+    return [each for each in best if _is_taken(each, config)]
+
+
+def _is_taken(proposed: Advice, config: RunConfig) -> bool:
+    """Whether the other settings allow it."""
+    try:
+        with_settings(config, {proposed.setting: json.loads(proposed.value)})
+    except Contradiction:
+        return False
+    return True
 
 
 def _sharing(held: Held, config: RunConfig) -> Iterator[Advice]:

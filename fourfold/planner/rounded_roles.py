@@ -1,6 +1,7 @@
 """Levers that hold a frozen role's own matrices in fewer bits, one a kind.
 
-Random weights bear rounding worse than trained ones; what real models lose, `fourfold bench quantization` says.
+What rounding does to what real models say, `fourfold bench quantization` tells. On tiny random models a reference in
+int8 changes an update by 0.002, on 135M parameters by 0.07.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from fourfold.planner.lever import Lever
 # same rounded weights in float32 and, where an update without rounding can be compared, by the rounding.
 _HALF, _THREE_QUARTERS = "half of the half-precision matrices", "three quarters of the half-precision matrices"
 _KINDS = {
-    "int8": ("int8", _HALF, (1e-4, 0.02), (1e-4, 0.2)),
+    "int8": ("int8", _HALF, (1e-4, 0.1), (1e-4, 0.2)),
     # Activations are rounded too, which no run in float32 does alike: one bound for all.
     "int8_dynamic": ("int8 dynamic", _HALF, (0.02, 0.0), (0.3, 0.0)),
     "nf4": ("nf4", _THREE_QUARTERS, (1e-4, 0.1), (1e-4, 0.6)),

@@ -80,8 +80,7 @@ class LocalSampler:
 
         with self._rows.working("actor"):
             rollout, activations = self._rows.fitting(decode, rows)
-        if policy.trunk is not None:
-            self._working = None  # where it is a copy, it is one of the whole trunk too: learn needs the room
+        self._working = None  # where it is a copy, every rollout makes it anew, and learn needs the room
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
     def _tell(self, drawn: Drawn, rows: Sequence[int], prompts: PromptBatch, policy_version: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +14,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.memory.budget import Budget, Shortage, give_back, stops_when_short, tensor_bytes
 from fourfold.memory.meter import PhaseMeter
 from fourfold.models.loading import Base
+from fourfold.models.room import Room
 from fourfold.planner.advice import Held, advice
 
 # Settings named when the run goes on, and when it has to stop.
@@ -96,6 +98,14 @@ class Census:
         proposed = proposed[: WHEN_IT_STOPS if shortage.final else WHILE_IT_GOES_ON]
         helps = "; ".join(map(str, proposed)) or "no setting that is not on; take more memory or a smaller model"
         return f"{shortage}. Resident: {held.describe()}. Would help most: {helps}"
+
+
+def made_beside(base: Base, name: str, config: RunConfig) -> AbstractContextManager[None]:
+    """Within, a supervised stage makes its role; RunFailed names it where memory runs out."""
+    shared = tensor_bytes(p for part in (base.policy, base.trunk) if part is not None for p in part.parameters())
+    loaded = {"base" if base.trunk is None else "trunk": shared}
+    planned = Held(weights={**loaded, name: tensor_bytes(base.policy.parameters())})
+    return Room(config, base.budget, planned, loaded=loaded).role(name)
 
 
 def stage_census(

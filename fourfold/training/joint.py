@@ -31,7 +31,7 @@ def joint_step(learner: Learner, trunk: TrunkLearner, lesson: Lesson, batch: Cri
     """
     experience, mini = lesson.experience, batch.rows
     totals.value_pass(batch.of_pass)
-    tokens, steps = lesson.tokens(mini), Steps(learner, totals)
+    tokens, steps = lesson.tokens(mini), Steps(learner, totals, lesson.sizes)
     apart = trunk.settings.balance == "grad_norm" or not totals.sums["trunk_measured"]
     before = copy.deepcopy(totals)
 

@@ -16,7 +16,7 @@ from fourfold.backends.base import RoleOptimizer
 from fourfold.backends.scaling import LossScale
 from fourfold.batch import Experience
 from fourfold.config.schema import PpoSection, TrunkSection
-from fourfold.memory.budget import BatchSizes
+from fourfold.memory.budget import BatchSizes, stops_when_short
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.own_critic import OwnCritic
 from fourfold.models.roles import Activations, Policy, Scorer
@@ -113,8 +113,8 @@ class Steps:
     In float16 they wait for each other, and where one's gradients have overflowed none is taken (docs/decisions/0009).
     """
 
-    def __init__(self, learner: Learner, totals: Totals) -> None:
-        self._learner, self._totals = learner, totals
+    def __init__(self, learner: Learner, totals: Totals, sizes: BatchSizes) -> None:
+        self._learner, self._totals, self._sizes = learner, totals, sizes
         self._before = copy.deepcopy(totals)
         self._waiting: dict[str, RoleOptimizer] = {}
 
@@ -139,7 +139,9 @@ class Steps:
 
     def _take(self) -> None:
         for name, optimizer in self._waiting.items():
-            self._totals.sums[f"{name}_grad_norm"] += optimizer.step()
+            size = self._sizes.critic if name == "critic" else self._sizes.actor
+            with stops_when_short("learn", f"{name}'s optimizer", size.budget, size.describe):
+                self._totals.sums[f"{name}_grad_norm"] += optimizer.step()
             self._totals.sums[f"{name}_steps"] += 1
         self._waiting.clear()
 
@@ -209,6 +211,11 @@ class Totals:
             self.critic_pass = number
             self.sums["value_error"] = self.sums["value_error_tokens"] = 0.0
 
+    def end_first_epoch(self) -> None:
+        """Note the entropy as it is until then: later epochs' is that of a policy which has moved on."""
+        for name in ("entropy", "actor_tokens"):
+            self.sums[f"first_{name}"] = self.sums[name]
+
     def means(self, denominator: str, **names: str) -> dict[str, float]:
         """Sums over a denominator, under the metrics' names; none where nothing was counted: 0 would say something."""
         count = self.sums[denominator]
@@ -229,6 +236,7 @@ class Totals:
             policy["ratio_max"] = self.maxima["ratio"]
         return {
             **policy,
+            **self.means("first_actor_tokens", entropy_first_epoch_per_token_mean="first_entropy"),
             **self.means("critic_tokens", value_loss_per_token="value_loss", value_clip_fraction="value_clipped"),
             **self.means("value_error_tokens", value_loss_last_pass_per_token="value_error"),
             **(self.means("critic_tokens", value_spread_per_token_mean="value_spread") if learner.ensemble else {}),

@@ -104,8 +104,11 @@ def _experience(trainer: Trainer, stream: PromptStream, number: int) -> tuple[Ex
     with trainer.census.phase(trainer.meter, "score"):
         scored, valid = trainer._score(rollout, activations)
         progress.observe(scored, valid)
-        rows = learnable(scored, valid, truncation=config.ppo.truncation, on_failure=config.reward.on_invalid)
-        plain = config.ppo.model_copy(update={"gae_lambda": 1.0, "whiten_advantages": False})
+        # What is cut by length has the score that it got: its last state's value is one of those that are to be mended.
+        truncation = "terminal" if config.ppo.truncation == "bootstrap" else config.ppo.truncation
+        rows = learnable(scored, valid, truncation=truncation, on_failure=config.reward.on_invalid)
+        plain = {"gae_lambda": 1.0, "whiten_advantages": False, "truncation": truncation}
+        plain = config.ppo.model_copy(update=plain)
         return estimate_advantages(scored.select(rows), plain, progress.shaping), activations.select(rows)
 
 

@@ -16,7 +16,7 @@ from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Scorer, make_trainable, scorer_on
 from fourfold.models.storage import load_role, save_role
-from fourfold.training.census import stage_census
+from fourfold.training.census import made_beside, stage_census
 from fourfold.training.stage import Say, Stage, learn_from, say_what_is_trained, stage_optimizer, stage_size
 from fourfold.training.supervised import Texts, fill_cache
 from fourfold.training.texts import TextCache, draw, epoch_batches
@@ -107,8 +107,9 @@ def train_reward(
             "reward.standardise: data.texts has 1 text, whose score has no spread; give more, or set it to false"
         )
     fill_cache(cache, [text for pair in [*pairs, *test] for text in pair] + yardstick, "reward: trunk activations")
-    scorer = _initial_scorer(config, base, sft)
-    make_trainable(scorer, with_language_head=False, memory=config.memory)
+    with made_beside(base, "reward model", config):
+        scorer = _initial_scorer(config, base, sft)
+        make_trainable(scorer, with_language_head=False, memory=config.memory)
     say_what_is_trained("reward", scorer, base, say)
     lengths = [max(len(a), len(b)) for a, b in pairs]
     batches = [

@@ -22,6 +22,7 @@ from fourfold.memory.quantization import stands_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import RoleRecord, load_own_tensors, own_tensors
+from fourfold.training.census import made_beside
 from fourfold.training.checkpoint import CheckpointStore, flatten_optimizer, restore_optimizer
 from fourfold.training.folder import RunFolder
 from fourfold.training.signals import StopRequest
@@ -57,16 +58,17 @@ def stage_optimizer(
     folder: Path,
 ) -> LocalOptimizer:
     """The optimizer of a role that is trained alone."""
-    return LocalOptimizer(
-        name,
-        role,
-        settings,
-        total_steps=steps,
-        memory=config.memory,
-        folder=folder,
-        loss_scale=LossScale.of(config.precision, base.budget.device),
-        budget=base.budget,
-    )
+    with made_beside(base, f"{name}'s optimizer", config):
+        return LocalOptimizer(
+            name,
+            role,
+            settings,
+            total_steps=steps,
+            memory=config.memory,
+            folder=folder,
+            loss_scale=LossScale.of(config.precision, base.budget.device),
+            budget=base.budget,
+        )
 
 
 def stage_size(

@@ -18,7 +18,7 @@ from fourfold.models.assembly import record_for
 from fourfold.models.loading import Base
 from fourfold.models.roles import Activations, Policy, make_trainable
 from fourfold.models.storage import save_role
-from fourfold.training.census import stage_census
+from fourfold.training.census import made_beside, stage_census
 from fourfold.training.stage import Say, Stage, learn_from, say_what_is_trained, stage_optimizer, stage_size
 from fourfold.training.texts import TextCache, epoch_batches
 
@@ -77,13 +77,11 @@ def train_sft(
     """Train the policy on texts and store it in `folder`/model; returns the stage's metrics."""
     settings, record = config.sft, record_for(config, "policy")
     fill_cache(cache, [*texts, *test], "sft: trunk activations")
-    policy = base.new_policy()
-    make_trainable(policy, with_language_head=not base.shares_head, memory=config.memory)
+    with made_beside(base, "sft policy", config):
+        policy = base.new_policy()
+        make_trainable(policy, with_language_head=not base.shares_head, memory=config.memory)
     say_what_is_trained("sft", policy, base, say)
     size = stage_size("sft", "sft policy", settings.micro_batch_size, config, base)
-    metrics: dict[str, float] = {"texts": len(texts)}
-    if test:
-        metrics["test_nll_before"] = mean_nll(policy, cache, test, size)
     lengths = [len(text) for text in texts]
     batches = [
         batch
@@ -93,6 +91,9 @@ def train_sft(
     optimizer = stage_optimizer("sft policy", policy, settings, len(batches), config, base, folder)
     census = stage_census(config, base, "sft policy", policy, optimizer, lambda: cache.bytes)
     size.describe = census.describe
+    metrics: dict[str, float] = {"texts": len(texts)}
+    if test:
+        metrics["test_nll_before"] = mean_nll(policy, cache, test, size)
 
     def learn(step: int) -> float:
         batch = [texts[row] for row in batches[step]]

@@ -61,6 +61,8 @@ def update(
             stopped = not _learn(learner, lesson, turn, totals, train_actor=train_actor)
             if stopped:
                 break
+        if epoch == 0:
+            totals.end_first_epoch()
         if stopped:
             break
         totals.sums["epochs_run"] += 1
@@ -108,11 +110,11 @@ def _learn(learner: Learner, lesson: Lesson, turn: _Turn, totals: Totals, *, tra
     if trunk is not None and train_actor and learner.one_pass and whose == "both":
         with sizes.actor.working("trunk"):
             return joint_step(learner, trunk, lesson, turn.critic[0], totals)
-    steps, reached = Steps(learner, totals), False
+    steps, reached = Steps(learner, totals, sizes), False
     if whose != "actor" or not train_actor:
         for mini in turn.critic:
             steps.concluded(reached=False)  # those of the critic's mini-batch before
-            steps = Steps(learner, totals)
+            steps = Steps(learner, totals, sizes)
             with sizes.critic.working("critic"):
                 _critic_gradients(learner, lesson, mini, totals)
                 steps.due("critic")

@@ -68,6 +68,17 @@ def test_a_critic_that_goes_often_through_a_rollout_is_told_to_go_less_often(tmp
     assert remedy.startswith("critic.updates_per_actor = 2 ")
 
 
+def test_a_critic_that_knows_every_rollout_by_heart_overfits(tmp_path: Path) -> None:
+    """No prompt comes twice, so that nothing of training rollouts differs from held-out ones."""
+    changes: Tree = {"critic": {"updates_per_actor": 8}}
+    examination = examined(patient(tmp_path, "noise", changes, learning_rate=1e-3))
+    overfit = found(examination, "critic overfit", also={"critic plateau", "critic underfit: variance"})[
+        "critic overfit"
+    ]
+    assert "in the last pass over them" in overfit.evidence
+    assert overfit.remedy.startswith("critic.updates_per_actor = 4")
+
+
 def test_without_passes_to_spare_a_critic_is_made_to_remember_less() -> None:
     config = make_config({"output": "x", "stages": ["ppo"], "model": {"path": "m"}, "ppo": {"num_epochs": 1},
                           "data": {"prompts": {"path": "p"}}, "critic": {"init": "actor"},

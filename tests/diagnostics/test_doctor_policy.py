@@ -19,6 +19,8 @@ from diagnostics.patients import (
     replaying,
     sampling_by,
 )
+from fourfold.diagnostics.doctor.policy import _log_prob
+from fourfold.diagnostics.doctor.records import read_records
 from fourfold.training import ppo
 from tiny import tiny_directory
 from training.runs import Tree, merged
@@ -48,12 +50,26 @@ def test_a_reward_that_a_judge_does_not_share_is_hacked(tmp_path: Path, monkeypa
     assert verdicts["reward hacking"].remedy == "ppo.kl_target = 3  # is 6", "the coefficient is only where it starts"
 
 
+def test_a_reference_that_goes_along_hides_no_hacking(tmp_path: Path) -> None:
+    """Its own log-probs rise with the actor's; the actor as it was at step 0 finds the responses strange."""
+    changes: Tree = {"reference": {"prior": "moving", "copy_every": 1}}
+    tree = patient(tmp_path, "share_of_a", changes, learning_rate=3e-2)
+    examination = examined(tree)
+    also = {"KL runaway", "entropy collapse", "critic plateau", "reward saturation", "reward length bias",
+            "critic underfit: bias", "critic underfit: variance", "clip fraction high"}  # fmt: skip
+    verdicts = found(examination, "reward hacking", also=also)
+    assert verdicts["reward hacking"].remedy.startswith("reference.copy_every = 4  # or reference.prior")
+    records = read_records(Path(tree["output"]))
+    confidence, said = _log_prob(records, records.first_held_out()[1], records.last_held_out()[1])
+    assert confidence > 0.9 and said.startswith("the step-0 policy's log-prob of a token went from")
+
+
 def test_kl_runs_away_without_held_out_prompts_too(tmp_path: Path) -> None:
     changes: Tree = {"data": {"prompts_test": None}, "evaluation": None}
     examination = examined(patient(tmp_path, "count_of_a", changes, learning_rate=3e-2, kl_coef=0.0))
     found(examination, "KL runaway")
     reasons = {each.name: each.reason for each in examination.unjudged}
-    assert "data.prompts_test" in reasons["reward hacking"] and "data.prompts_test" in reasons["critic overfit"]
+    assert "data.prompts_test" in reasons["reward hacking"]
 
 
 def test_eight_epochs_at_a_huge_rate_are_clipped(tmp_path: Path) -> None:

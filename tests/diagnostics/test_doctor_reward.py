@@ -153,6 +153,6 @@ def test_a_reward_model_that_has_learned_a_coin_by_heart(tmp_path: Path) -> None
         "critic": {"init": "reward"},
     }
     examination = examined(patient(tmp_path, changes=changes, steps=1))
-    also = {"critic overfit", "critic underfit: bias", "critic underfit: variance", "sampling mismatch"}
+    also = {"critic overfit", "critic underfit: bias", "critic underfit: variance"}
     verdicts = found(examination, "reward model near chance", "reward miscalibration", also=also)
     assert "of 200 held-out pairs" in verdicts["reward model near chance"].evidence

@@ -69,6 +69,8 @@ def test_where_nothing_was_judged_nothing_is_called_healthy(whole: Path) -> None
     few = examination(unjudged=(Unsaid("KL runaway", "6 steps are needed"),))
     assert "doctor: too early: 1 not judged" in shown(whole, few) and "nothing found" not in shown(whole, few)
     assert "doctor: nothing found; 1 not judged" in shown(whole, replace(few, verdicts=(GOOD,)))
+    good = replace(few, verdicts=(replace(GOOD, name="system healthy"),))
+    assert "1 not judged, all of critic and policy and reward" in shown(whole, good, 200)
     made = console()
     watch(whole, made).once()
     assert "doctor: too early: " in said(made), "after four steps"

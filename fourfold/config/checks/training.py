@@ -97,7 +97,7 @@ def curriculum(config: RunConfig) -> Iterator[str]:
         ("start_new_tokens", config.sampling.max_new_tokens, "sampling.max_new_tokens"),
         ("start_rollout_batch_size", ppo.rollout_batch_size, "ppo.rollout_batch_size"),
     ):
-        if getattr(given, name) > whole:
+        if getattr(given, name) >= whole:
             yield f"curriculum.{name}: given {getattr(given, name)}, but it grows to {what} = {whole}; allowed: less"
     unit = math.lcm(ppo.mini_batch_size, config.sampling.responses_per_prompt)
     if given.start_rollout_batch_size % unit:

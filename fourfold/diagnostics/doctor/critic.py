@@ -25,6 +25,7 @@ from fourfold.diagnostics.doctor.robust import (
     correlation,
     fisher,
     least_squares,
+    level,
     partial_correlation,
     ranks,
     spread,
@@ -39,6 +40,8 @@ GAIN = 0.1
 OSCILLATES, JUMPS = 3.0, 10.0
 # Fisher's z of the training correlation less that of the held-out one; and the same of explained variance.
 MEMORISED = 0.3
+# Error of the values on fresh responses, in parts of that in the last pass over them.
+TAKEN = 2.0
 LENGTH = 0.5
 # Variance of returns of responses to one prompt, in parts of what values miss at the first token.
 NOISE = 0.5
@@ -197,6 +200,34 @@ def spike(records: Records) -> Finding:
 
 
 def overfit(records: Records) -> Finding:
+    """Knows what it has learned from, and what it has not seen no better than before: prompts, or responses."""
+    found, reasons = list[Finding](), list[str]()
+    for judge in (_knows_prompts, _knows_responses):
+        try:
+            found.append(judge(records))
+        except CannotJudge as reason:
+            reasons.append(str(reason))
+    if not found:
+        raise CannotJudge("; ".join(reasons))
+    return max(found, key=lambda each: each.confidence)
+
+
+def _knows_responses(records: Records) -> Finding:
+    """Passes over a rollout take the error on it away, and the next rollout's error rises all the same."""
+    fresh, last = records.series("value_loss_fresh_per_token"), records.series("value_loss_last_pass_per_token")
+    if fresh.steps != last.steps:
+        raise CannotJudge("value_loss_fresh_per_token and value_loss_last_pass_per_token are of different steps")
+    taken = level(numpy.log(fresh.values / last.values)[-fresh.third :])
+    confidence = min(taken.above(numpy.log(TAKEN)), fresh.end.minus(fresh.start).above(0.0))
+    evidence = (
+        f"the error of the values in steps {fresh.end_steps[0]} to {fresh.end_steps[1]} is {fresh.end.value:.3g} on "
+        f"responses not learned from yet and {last.end.value:.3g} in the last pass over them "
+        f"({numpy.exp(taken.value):.2g} times, limit {TAKEN:g}), and the former rises: it was {fresh.start.value:.3g} in the first third"
+    )
+    return Finding(evidence, confidence, first_taken(records.config, *_less_by_heart(records.config)), fresh.all_steps)
+
+
+def _knows_prompts(records: Records) -> Finding:
     """Orders the returns of its own rollouts, and not held-out ones."""
     step, kept = records.last_held_out()
     at, learned = records.last_training()
@@ -325,11 +356,15 @@ DIAGNOSES = (
         "critic overfit",
         "critic",
         "warning",
-        "The critic knows the returns of its own prompts by heart, and orders those of held-out ones far worse.",
+        "The critic knows by heart what it has learned from: returns of its own prompts, while it orders those of "
+        "held-out ones far worse; or of its own responses, while it errs more and more on the next ones.",
         "Newest training and held-out rollouts: x = difference of Fisher's z of Spearman's correlation of values and "
         "returns, s = sqrt(1 / (n1 - 3) + 1 / (n2 - 3)) for n responses; y = difference of 1 - mean e^2 / var(return). "
-        f"The smaller of the confidences that x and y are above {MEMORISED}.",
-        "Lower `ppo.num_epochs`, set `critic.weight_decay`, give more prompts.",
+        f"The smaller of the confidences that x and y are above {MEMORISED}. Or, of the rows: the smaller of the "
+        f"confidences that value_loss_fresh_per_token / value_loss_last_pass_per_token is above {TAKEN:g} in the "
+        "last third of the steps, and that the former is higher there than in the first third. The larger of the two.",
+        "Lower `critic.updates_per_actor` or `ppo.num_epochs`, set `critic.dropout` or `critic.weight_decay`, give "
+        "more prompts.",
         overfit,
     ),
     Diagnosis(

@@ -30,6 +30,15 @@ AT_START = 0.02
 
 def more_kl(records: Records) -> str:
     """Nearer to the reference: what the controller aims at, or without one the coefficient, which is else a start."""
+    given = records.config.reference
+    if given.kind in ("moving", "uniform"):
+        return first_taken(
+            records.config,
+            f"reference.prior = 'step_0'  # is {given.kind!r}, which holds no policy to its start",
+            f"reference.copy_every = {4 * given.copy_every}  # or reference.prior = 'step_0', without this key"
+            * bool(given.copy_every),
+            f"reference.decay = {1 - (1 - given.decay) / 4:g}  # or reference.prior = 'step_0', without this key",
+        )
     coef, target = records.config.ppo.kl_coef, records.config.ppo.kl_target
     if records.config.ppo.kl_controller == "adaptive":
         return f"ppo.kl_target = {target / 2:g}  # is {target:g}"
@@ -64,7 +73,7 @@ def kl_runaway(records: Records) -> Finding:
         f"{records.rows[-1]['kl_coef']:g}"
     )
     remedy = more_kl(records)
-    if ppo.kl_controller == "adaptive":
+    if ppo.kl_controller == "adaptive" and remedy.startswith("ppo.kl_target"):
         remedy = f"ppo.kl_horizon = {max(1, ppo.kl_horizon // 4)}  # the controller lags behind; is {ppo.kl_horizon}"
     return Finding(evidence, confidence, remedy, whole.all_steps)
 
@@ -100,9 +109,8 @@ def _causes(records: Records) -> list[tuple[str, Finding]]:
 
 def sampling_mismatch(records: Records) -> Finding:
     """Responses were not drawn from the policy that is trained: their -log p is not its entropy."""
-    entropy = {
-        int(row["step"]): row["entropy_per_token_mean"] for row in records.rows if "entropy_per_token_mean" in row
-    }
+    name = "entropy_first_epoch_per_token_mean"
+    entropy = {int(row["step"]): row[name] for row in records.rows if name in row}
     steps = [step for step in records.training.steps() if step in entropy]
     if not steps:
         raise CannotJudge("no training rollout of a step in which the actor learned is kept; see evaluation.every")
@@ -122,6 +130,8 @@ def sampling_mismatch(records: Records) -> Finding:
     remedy = "sampling.engine = 'local'  # draws from what is trained, with sampling.weights = 'as_trained'"
     if sampling.differs and records.config.importance == "none":
         remedy = "ppo.importance = 'token'  # weighs tokens by the ratio of the two distributions"
+    elif not sampling.differs:
+        remedy = ""  # the settings ask for nothing but the policy that is trained
     return Finding(evidence, max(gap.above(SURPRISE), gap.below(-SURPRISE)), remedy, (steps[0], steps[-1]))
 
 
@@ -238,9 +248,9 @@ DIAGNOSES = (
         "ill",
         "Responses were drawn from another distribution than the one that is trained: truncated sampling, another "
         "temperature, other weights.",
-        "Kept training rollouts: x = sum over tokens of -log p less the row's entropy_per_token_mean, per token: 0 "
-        "for a policy's own samples (the sum over a response is a martingale); its error counts responses (a ratio of "
-        f"sums). Confidence that |x| is above {SURPRISE} nats.",
+        "Kept training rollouts: x = sum over tokens of -log p less the row's entropy_first_epoch_per_token_mean, per "
+        "token: 0 for a policy's own samples (the sum over a response is a martingale); its error counts responses (a "
+        f"ratio of sums). Confidence that |x| is above {SURPRISE} nats.",
         "`sampling.engine` = 'local' with `sampling.weights` = 'as_trained', or `ppo.importance` = 'token'.",
         sampling_mismatch,
     ),

@@ -35,6 +35,16 @@ class Examination:
         return all(each.severity == "note" for each in self.verdicts)
 
     @property
+    def silent(self) -> list[Family]:
+        """The families of which nothing at all could be said, good or bad."""
+        said = {each.name for each in self.verdicts}
+        return [
+            family
+            for family, diagnoses in FAMILIES.items()
+            if not said & {f"{family} healthy", *(each.name for each in diagnoses)}
+        ]
+
+    @property
     def reasons(self) -> dict[str, list[str]]:
         """What could not be judged, by the reason."""
         found: dict[str, list[str]] = {}

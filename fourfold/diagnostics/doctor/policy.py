@@ -34,7 +34,7 @@ def reward_hacking(records: Records) -> Finding:
     rise = mean(end.scores.double().numpy()).minus(mean(start.scores.double().numpy()))
     unit = spread(start.scores.double().numpy()) or 1.0
     rise = Estimate(rise.value / unit, rise.error / unit)
-    signs = [_repetition(start, end), _sameness(start, end), _log_prob(start, end)]
+    signs = [_repetition(start, end), _sameness(start, end), _log_prob(records, start, end)]
     judged = records.run.points("evaluation", "eval_judge_mean")
     if len(judged) > 1:
         fall = Estimate(judged[0][1] - judged[-1][1], 0.5 * (2 / len(end.sequences)) ** 0.5)
@@ -74,11 +74,17 @@ def _distinct(kept: Experience) -> Estimate:
     return jackknife(len(tokens), lambda rows: distinct_n([tokens[row] for row in rows], 2))
 
 
-def _log_prob(start: Experience, end: Experience) -> tuple[float, str]:
-    before, after = (mean(per_token(kept.ref_log_probs, kept)) for kept in (start, end))
+def _log_prob(records: Records, start: Experience, end: Experience) -> tuple[float, str]:
+    """By the actor as it was at step 0, where the reference goes along or says the same of every token."""
+    whose, told = "reference", records.run.points("evaluation", "eval_step_0_log_prob_per_token")
+    if told:
+        whose, own = "step-0 policy", mean(per_token(end.log_probs, end))
+        before, after = mean(per_token(start.log_probs, start)), Estimate(told[-1][1], own.error)
+    else:
+        before, after = (mean(per_token(kept.ref_log_probs, kept)) for kept in (start, end))
     moved = after.minus(before)
     said = (
-        f"the reference's log-prob of a token went from {before.value:.2f} to {after.value:.2f} nats (limit "
+        f"the {whose}'s log-prob of a token went from {before.value:.2f} to {after.value:.2f} nats (limit "
         f"{STRANGE} either way)"
     )
     return max(moved.above(STRANGE), moved.below(-STRANGE)), said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy
+
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.remedies import first_taken
 from fourfold.diagnostics.doctor.robust import level
@@ -69,8 +71,9 @@ def overflow(records: Records) -> Finding:
     """float16 cannot hold the gradients: steps are skipped."""
     _needs_float16(records)
     skipped = records.series("steps_skipped_overflow")
-    late, epochs = skipped.values[-skipped.third :], records.config.ppo.updates_a_rollout
-    part = level(late / epochs)
+    given, passes = records.config, records.config.critic.updates_per_actor
+    counts = numpy.array([passes * given.ppo.updates_of(given.rows_at(step - 1)) for step in skipped.steps])
+    part = level((skipped.values / counts)[-skipped.third :])
     evidence = (
         f"{part.value:.0%} of the optimizer steps were skipped in steps {skipped.end_steps[0]} to "
         f"{skipped.end_steps[1]} (limit {OVERFLOWS:.0%}); the loss scale is {records.rows[-1].get('loss_scale', 0):g}"

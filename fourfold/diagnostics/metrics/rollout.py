@@ -215,6 +215,15 @@ ROLLOUT = (
         band=Band(low=0.9),
     ),
     Metric(
+        "entropy_first_epoch_per_token_mean",
+        "nats",
+        "the same sum over the first epoch",
+        "tokens of the first epoch",
+        "near -log p of the tokens drawn, because the policy has hardly moved from what drew them",
+        "see `sampling mismatch` in docs/doctor.md",
+        promised=False,
+    ),
+    Metric(
         "sampler_gap_mean",
         "nats",
         "sum over tokens of |sampler_log_probs - log_probs|",
@@ -350,7 +359,7 @@ EVALUATION = (
         "1 - var(returns - values) / var(returns) of responses that are never learned from, returns as in training",
         "held-out response tokens",
         "near explained_variance",
-        "far below it: the critic learns its rollouts by heart; fewer `ppo.num_epochs`, a larger rollout, "
+        "far below it: the critic knows its prompts by heart; fewer `ppo.num_epochs`, a larger rollout, "
         "`critic.weight_decay`",
     ),
     Metric(

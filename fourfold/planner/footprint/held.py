@@ -112,15 +112,14 @@ def sampler_copy(scene: Scene, cast: Cast) -> Iterator[Item]:
         return
     matrices = role.matrix_numbers()
     size = matrices * compute + (role.trained_numbers() - matrices) * 4
-    moments = AFTER_LOAD
+    moments = frozenset({Moment("generate", "actor")})
     why = f"{matrices:,} numbers in matrices x {compute} bytes, vectors in float32"
     if quantised:
         narrow = replace(role.form, trained=False, matrices=compute)
         size -= part_bytes(narrow) - part_bytes(replace(narrow, quantized=kind))
         trunk = replace(trunk, quantized=kind) if trunk is not None else None
-        moments, why = frozenset({Moment("generate", "actor")}), f"matrices of decoder layers in {kind}, {why}"
+        why = f"matrices of decoder layers in {kind}, {why}"
     if cast.trained_trunk is not None:
-        moments = frozenset({Moment("generate", "actor")})
         size += part_bytes(trunk) if trunk is not None else 0
         why += ", and the trunk with it"
     yield Item("actor", "weights", size, moments, why=f"the sampler's copy: {why}")
