@@ -1,4 +1,4 @@
-"""Whether two tokenizers give every token the same id."""
+"""Whether two tokenizers have the same tokens, and under which ids."""
 
 from __future__ import annotations
 
@@ -28,6 +28,21 @@ def vocabulary_difference(mine: Any, theirs: Any) -> Difference | None:
         return None
     token = min(token for token in ours.keys() | others.keys() if ours.get(token) != others.get(token))
     return Difference(token, ours.get(token), others.get(token), (len(ours), len(others)))
+
+
+def ids_of_the_same_tokens(mine: Any, theirs: Any, count: int) -> list[int] | None:
+    """For each id below `count` the id of the same text in `theirs`; None where a token of `mine` is not there.
+
+    Ids that no token has stand for nothing and are mapped to 0.
+    """
+    ours, others = mine.get_vocab(), theirs.get_vocab()
+    if not ours.keys() <= others.keys():
+        return None
+    found = [0] * count
+    for token, mine_id in ours.items():
+        if mine_id < count:
+            found[mine_id] = others[token]
+    return found
 
 
 def special_difference(mine: Any, theirs: Any) -> str:

@@ -269,8 +269,8 @@ LEVERS: tuple[Lever, ...] = (
         where="fourfold.memory.precision",
         settings={"precision.compute": "bfloat16"},
         saves="half of frozen weights, of cached and of passing activations; without instructions for it no time",
-        costs="8 binary digits in every product; masters and moments are float32 all the same, and in generate a copy of "
-        "the actor in half precision stands beside its masters",
+        costs="8 binary digits in every product; masters and moments are float32 all the same, and in generate a copy "
+        "of the actor in half precision stands beside its masters",
         change="bounded",
         bound=0.7,  # 0.10 to 0.15, but 0.49 on adapters that a reward model pays, and 0.57 on 135M parameters
         excludes=("float16", "half-precision frozen roles"),

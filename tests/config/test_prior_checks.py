@@ -61,6 +61,17 @@ def test_what_it_can_stand_beside_is_not(overrides: list[str]) -> None:
     assert found(*overrides) == []
 
 
+@pytest.mark.parametrize("prior", ["reference.model=a/b", "reference.checkpoint=x", "reference.prior=step_0"])
+def test_what_an_engine_changes_of_any_reference_is_bounded(prior: str) -> None:
+    """Its bound is no ignored key: pre-flight enforces it (fourfold.models.llama_roles.note_rounding)."""
+    bound = ["reference.engine=llama_cpp_q8_0", "precision.max_reference_bias=0.01"]
+    kept = [] if prior.endswith("step_0") else [prior]
+    assert not [problem for problem in found(*kept, *bound) if problem.startswith("precision.max_reference_bias")]
+    if kept:
+        [problem] = found(*kept, bound[1])
+        assert problem.startswith("precision.max_reference_bias: given, but")
+
+
 def test_which_prior_it_is_and_what_is_held_for_it() -> None:
     tree = {
         "output": "x", "stages": ["ppo"], "model": {"path": "m"}, "data": {"prompts": {"path": "p.jsonl"}},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -227,12 +229,11 @@ def test_a_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
 def test_other_tokens_are_refused_with_the_reason(tmp_path: Path) -> None:
     """Another vocabulary; the same one with other special tokens; fewer embeddings than the actor can write."""
     tiny_directory(tmp_path / "other", layers=1, hidden=16)
-    vocabulary = tiny_tokenizer(pad_is_eos=False)
-    vocabulary.add_tokens(["<extra>"])
-    vocabulary.save_pretrained(tmp_path / "other")
-    with pytest.raises(
-        ValueError, match=r"another vocabulary.*'<extra>' is 160 and none.*cut at other places.*distill"
-    ):
+    made_otherwise = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    merged_token = made_otherwise["model"]["merges"].pop()
+    made_otherwise["model"]["vocab"].pop("".join(merged_token))
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(made_otherwise))
+    with pytest.raises(ValueError, match=r"another vocabulary.* is none and 159\).*cut at other places.*distill"):
         made(tmp_path, "none", critic__model=str(tmp_path / "other"))
     tiny_directory(tmp_path / "begins", layers=1, hidden=16, bos=True)
     with pytest.raises(ValueError, match=r"other special tokens: its bos_token is '<bos>', the run's None"):
@@ -242,6 +243,28 @@ def test_other_tokens_are_refused_with_the_reason(tmp_path: Path) -> None:
         made(tmp_path, "none", critic__model=str(tmp_path / "few"))
     tiny_directory(tmp_path / "pads", layers=1, hidden=16, pad_is_eos=True)
     made(tmp_path, "none", critic__model=str(tmp_path / "pads"))  # padding is masked: its token may be any
+
+
+def test_the_same_tokens_under_other_ids_are_mapped(tmp_path: Path) -> None:
+    """The very values of the model whose ids are the run's: rows of the embedding go where their tokens have gone."""
+    plain = tiny_directory(tmp_path / "plain", layers=1, hidden=16, seed=3)
+    other = tiny_directory(tmp_path / "other", layers=1, hidden=16, seed=3)
+    content = json.loads((other / "tokenizer.json").read_text())
+    places = list(range(4)) + [4 + (7 * each) % 156 for each in range(156)]  # special tokens stay
+    content["model"]["vocab"] = {token: places[old] for token, old in content["model"]["vocab"].items()}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    weights = load_file(other / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name][torch.tensor(places)] = weights[name].clone()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for folder in (plain, other):
+        models = made(tmp_path, "trunk", critic__model=str(folder))
+        with torch.no_grad():
+            critic = with_random_head(models.critic)
+            found.append(critic.values(activations_of(models.base, ROLLOUT), ROLLOUT))
+    assert torch.equal(*found) and found[0].any()
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

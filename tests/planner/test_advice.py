@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fourfold.config.describe import all_settings
-from fourfold.config.loading import parse_config
+from fourfold.config.loading import parse_config, with_settings
 from fourfold.config.schema import RunConfig
 from fourfold.planner.advice import RESUMABLE, Held, advice
 
@@ -34,6 +35,7 @@ def by_setting(phase: str, held: Held, settings: RunConfig) -> dict[str, tuple[s
     return {each.setting: (each.value, each.saves) for each in advice(phase, held, settings)}
 
 
+STORED = {"source": "checkpoint", "checkpoint": "r"}
 FOUR = {"actor": 400, "critic": 400, "reference": 400, "reward": 400}
 
 
@@ -110,7 +112,7 @@ def test_models_of_their_own_are_parked_but_share_nothing() -> None:
     assert "reward.residency" not in by_setting("learn", held, engine)
     fewer = {"precision.reference", "precision.reward"}
     held = replace(held, matrix_shares=(0.0, 0.9))
-    assert fewer <= by_setting("learn", held, config(sharing={"mode": "none"})).keys()
+    assert fewer <= by_setting("learn", held, config(sharing={"mode": "none"}, reward=STORED)).keys()
     theirs = config(sharing={"mode": "none"}, reward=own, reference={"model": "owner/larger"})
     assert not fewer & by_setting("learn", held, theirs).keys(), "refused beside models of their own"
 
@@ -153,6 +155,27 @@ def test_a_step_within_the_backward_pass_is_proposed_where_its_conditions_hold()
     assert "memory.optimizer_in_backward" not in by_setting("generate", held, config(**whole))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reference": {"prior": "moving"}},
+        {"sharing": {"mode": "none"}, "precision": {"compute": "float32", "reference": "int8"}},
+        {"precision": {"compute": "float32", "frozen": "float16"}},
+        {"precision": {"compute": "float16"}},
+    ],
+)
+@pytest.mark.parametrize("phase", ["load", "generate", "score", "learn"])
+def test_nothing_is_proposed_that_the_other_settings_refuse(settings: dict[str, Any], phase: str) -> None:
+    """FAULTS J10."""
+    held = Held(weights=FOUR | {"trunk": 500}, trained=100, gradients=200, states=1600, cache=90, passing=80, layers=10,
+                own_layers=10, matrix_shares=(0.9, 0.9), hidden=64)  # fmt: skip
+    given = config(**settings)
+    proposed = advice(phase, held, given)
+    assert proposed
+    for each in proposed:
+        with_settings(given, {each.setting: json.loads(each.value)})
+
+
 def test_what_another_engine_or_the_host_holds_is_not_to_be_moved() -> None:
     """FAULTS J10: such advice would be refused."""
     held = Held(weights=FOUR, states=1600, layers=10, own_layers=10)
@@ -193,7 +216,7 @@ def test_frozen_matrices_in_fewer_bits() -> None:
     """bfloat16 to NF4 (0.516 bytes) in what is shared, to int8 in what a role owns; not where it is on already."""
     weights = {"trunk": 1_000_000, "actor": 400_000, "critic": 400_000, "reference": 200_000, "reward": 100_000}
     held = Held(weights=weights, trained=800_000, matrix_shares=(0.5, 0.8), hidden=64)
-    found = by_setting("score", held, config())
+    found = by_setting("score", held, config(reward=STORED))
     nf4, int8 = (64 * 64 / 2 + 64 + 4 + 4) / 64**2, 1 + 4 / 64
     assert found["precision.frozen"] == ('"nf4"', round(500_000 - 250_000 * nf4))
     assert found["precision.reference"] == ('"int8"', round(160_000 - 80_000 * int8))

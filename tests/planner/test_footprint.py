@@ -89,7 +89,9 @@ def test_in_half_precision_masters_and_moments_stay_float32_and_the_sampler_has_
     bill = footprint(scene('precision.compute="bfloat16"'))
     assert of(bill, "actor", "masters", CRITIC) == 4 * POLICY
     vectors = (2 * 4 + 1) * 16
-    assert of(bill, "actor", "weights", CRITIC) == 2 * (POLICY - vectors) + 4 * vectors
+    sampling = Moment("generate", "actor")
+    assert of(bill, "actor", "weights", sampling) == 2 * (POLICY - vectors) + 4 * vectors
+    assert not of(bill, "actor", "weights", CRITIC), "every rollout makes the copy anew"
     assert of(bill, "reward", "weights", CRITIC) == 2 * (SCORER - vectors - 17) + 4 * (vectors + 17)
     assert of(bill, "actor", "optimizer", CRITIC) == 8 * POLICY
 

@@ -57,6 +57,7 @@ SHARING = {each.name for each in LEVERS if each.change == "other parameters"}
 INSTALLED = [each for each in LEVERS if not each.package or importlib.util.find_spec(each.package)]
 MECHANISMS = [each for each in INSTALLED if each.change != "other parameters"]
 ALONE = [pytest.param(each, id=each.name, marks=pytest.mark.gpu if each.only_on else ()) for each in MECHANISMS]
+EXACT = [each for each in MECHANISMS if each.change == "exact" and not each.only_on]
 # What runs on a GPU only is tried alone there.
 HERE = [each for each in INSTALLED if not each.only_on]
 PAIRS = list(itertools.combinations(HERE, 2))
@@ -119,8 +120,9 @@ def together() -> list[Set]:
 
 @cache
 def tiny_run(folder: Path) -> dict[str, Any]:
-    """One step of PPO on a tiny model, paid by a function."""
-    return settings(folder, by_function("pays_by_hash", entropy_coef=0.01, steps=1))
+    """One step of PPO on a tiny model of the family that the folder's name begins with, paid by a function."""
+    family = folder.name.partition("-")[0]
+    return settings(folder, by_function("pays_by_hash", entropy_coef=0.01, steps=1), family=family)
 
 
 @cache
@@ -293,12 +295,20 @@ def check_bounds(folder: Path, having: Sequence[Lever], rest: Sequence[Lever], b
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs find the same model and data; nothing of a run but its log is written there."""
-    return tmp_path_factory.mktemp("levers")
+    return tmp_path_factory.mktemp("llama-")
 
 
 @pytest.mark.parametrize("each", ALONE)
 def test_a_lever_changes_what_it_declares(folder: Path, each: Lever) -> None:
     check(folder, [each])
+
+
+@pytest.mark.parametrize("each", EXACT, ids=lambda each: each.name)
+def test_an_exact_lever_is_exact_on_learned_positions_and_transposed_matrices(
+    tmp_path_factory: pytest.TempPathFactory, each: Lever
+) -> None:
+    """GPT-2, whose linear layers are transposed and whose positions are an embedding."""
+    check(tmp_path_factory.getbasetemp() / "gpt2-levers", [each])
 
 
 @pytest.mark.parametrize("having", together(), ids=lambda having: "+".join(each.name for each in having))

@@ -222,7 +222,8 @@ def _knows_responses(records: Records) -> Finding:
     evidence = (
         f"the error of the values in steps {fresh.end_steps[0]} to {fresh.end_steps[1]} is {fresh.end.value:.3g} on "
         f"responses not learned from yet and {last.end.value:.3g} in the last pass over them "
-        f"({numpy.exp(taken.value):.2g} times, limit {TAKEN:g}), and the former rises: it was {fresh.start.value:.3g} in the first third"
+        f"({numpy.exp(taken.value):.2g} times, limit {TAKEN:g}), and the former rises: it was "
+        f"{fresh.start.value:.3g} in the first third"
     )
     return Finding(evidence, confidence, first_taken(records.config, *_less_by_heart(records.config)), fresh.all_steps)
 
