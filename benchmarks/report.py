@@ -19,6 +19,7 @@ from benchmarks.planner_table import planner_table
 from benchmarks.presets import presets_origins, presets_table
 from benchmarks.quantization import quantization_table
 from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, read_results, side_line
+from benchmarks.studies import study_table
 
 BLOCK = re.compile(r"(<!-- figures:(?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", flags=re.DOTALL)
 # The one block that is made from declarations, not from a result.
@@ -56,6 +57,8 @@ def table(result: Result) -> str:
         rows = peer_table(result)
     elif result.name.partition("-")[0] == "limit":
         rows = limit_table(result)
+    elif "study" in result.config:
+        rows = study_table(result)
     elif result.name == "quantization":
         rows = quantization_table(result)
     elif "planner" in result.config:
