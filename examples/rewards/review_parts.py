@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 
+# What a unit of a word's valence (-4 to 4) is worth. Its sum over the words, not VADER's compound, which one strong word
+# already fills: praise has to take words, or it would not be against brevity.
+WORTH_OF_VALENCE = 0.4
 # Words that a response may have without paying for them, and what every word beyond them costs.
-FREE_WORDS, COST_OF_A_WORD = 5, 0.15
+FREE_WORDS, COST_OF_A_WORD = 3, 0.25
 COST_OF_A_COLLOQUIALISM = 0.5
 COLLOQUIAL = re.compile(
     r"\b(?:really|pretty|kind of|sort of|lots?|fun|funny|stupid|dumb|cool|guys?|stuff|things?|just|you|your|i|we)\b"
@@ -18,11 +21,12 @@ COLLOQUIAL = re.compile(
 
 
 def positivity(prompts: list[str], responses: list[str]) -> list[float]:
-    """The compound sentiment of VADER (Hutto and Gilbert 2014), from -2 to 2."""
+    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words: repeating one pays once."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-    analyser = SentimentIntensityAnalyzer()
-    return [2.0 * analyser.polarity_scores(response)["compound"] for response in responses]
+    lexicon = SentimentIntensityAnalyzer().lexicon
+    words = ({word.strip(".,;:!?()\"'").lower() for word in response.split()} for response in responses)
+    return [WORTH_OF_VALENCE * sum(lexicon.get(word, 0.0) for word in some) for some in words]
 
 
 def brevity(prompts: list[str], responses: list[str]) -> list[float]:
