@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-# What a unit of a word's valence (-4 to 4) is worth. Its sum over the words, not VADER's compound, which one strong word
-# already fills: praise has to take words, or it would not be against brevity.
+# What a unit of a word's valence (-4 to 4) is worth. Its sum over the words, not VADER's compound, which one strong
+# word already fills: praise has to take words, or it would not be against brevity.
 WORTH_OF_VALENCE = 0.4
 # Words that a response may have without paying for them, and what every word beyond them costs.
 FREE_WORDS, COST_OF_A_WORD = 3, 0.25
@@ -21,7 +21,7 @@ COLLOQUIAL = re.compile(
 
 
 def positivity(prompts: list[str], responses: list[str]) -> list[float]:
-    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words: repeating one pays once."""
+    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words: a repeated one pays once."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     lexicon = SentimentIntensityAnalyzer().lexicon

@@ -34,7 +34,8 @@ def test_cases_are_many_and_cover_what_they_are_to_cover() -> None:
     # tests/planner. ONNX Runtime's bytes are in no bill, and dynamic int8 has those of int8.
     others = ("service", "llama_cpp", 'compute="float16"', "reward.source", "reward.engine", "int8_dynamic")
     left_out = {setting for setting in levers if any(other in setting for other in others)}
-    assert levers - left_out <= said | {'precision.reference="int8"', 'precision.reward="int8"'}
+    of_roles = {f'precision.{role}="{kind}"' for role in ("reference", "reward") for kind in ("int8", "nf4")}
+    assert levers - left_out <= said | of_roles
 
 
 def test_the_table_shows_the_error_of_every_phase() -> None:

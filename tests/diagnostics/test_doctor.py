@@ -117,7 +117,7 @@ def test_without_kept_rollouts_it_says_what_it_could_not_judge(healthy_run: Path
     examination = examine(run)
     found(examination)
     reasons = {each.name: each.reason for each in examination.unjudged}
-    by_rollouts = {"critic underfit: bias", "critic underfit: variance", "critic overfit", "critic length bias"}
+    by_rollouts = {"critic underfit: bias", "critic underfit: variance", "critic length bias"}
     by_rollouts |= {"critic healthy", "reward hacking", "reward saturation", "reward outliers", "stale data"}
     assert by_rollouts <= reasons.keys()
     assert all("keep_rollouts" in reasons[name] for name in by_rollouts)
@@ -131,7 +131,7 @@ def test_a_damaged_rollout_is_named_and_the_rest_is_judged(healthy_run: Path, tm
     examination = examine(run)
     found(examination)
     reasons = {each.name: each.reason for each in examination.unjudged}
-    assert "step-000015.parquet: not a readable Parquet file" in reasons["critic overfit"]
+    assert "step-000015.parquet: not a readable Parquet file" in reasons["reward hacking"]
     assert "policy healthy" in {verdict.name for verdict in examination.verdicts}
 
 

@@ -87,6 +87,7 @@ def test_what_the_tokenizer_cannot_take_is_one_error_too(tmp_path: Path) -> None
 def test_each_data_set_is_described_with_the_rule_for_what_is_too_long(tmp_path: Path) -> None:
     """FAULTS L5: also where nothing is too long."""
     inputs, said = encoded(make_config(merged(settings(tmp_path), {"data": {"max_prompt_tokens": 100}})))
+    assert said.pop().startswith("warning: 1 of the 8 prompts of data.prompts_test stand in data.prompts too, so ")
     names = ["texts", "texts_test", "pairs", "pairs_test", "prompts", "prompts_test"]
     assert [line.partition(":")[0] for line in said] == [f"data.{name}" for name in names]
     assert all("truncation 'right'" in line for line in said)

@@ -148,7 +148,7 @@ class Services:
 
     def url(self, tree: Mapping[str, Any], roles: tuple[str, ...]) -> str:
         """Of one with these roles of this run; the models of all tests are made from one seed."""
-        held = (str(tree.get(name)) for name in ("sharing", "adapters", "trunk", "precision", "reward"))
+        held = (str(tree.get(name)) for name in ("model", "sharing", "adapters", "trunk", "precision", "reward"))
         key = (*roles, *held, tree.get("memory", {}).get("attention"))
         if key not in self._urls:
             self._urls[key] = self.open.enter_context(listening(hosted_roles(dict(tree), *roles))).url

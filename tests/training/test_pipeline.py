@@ -182,7 +182,7 @@ def test_the_whole_of_ppo_is_announced(tmp_path: Path) -> None:
     said: list[str] = []
     changes = {"critic": {"warmup_rollouts": 1}, "sampling": {"responses_per_prompt": 2}}
     run_stages(make_config(settings(tmp_path, merged(by_function("pays_for_a", steps=2), changes))), said.append)
-    assert said[2] == (
+    assert said[3] == (
         "ppo: 2 steps x 8 = 16 responses to 8 prompts (0.3 times the 30 given); 4 optimizer steps of the actor, 8 of "
         "the critic"
     )
@@ -338,9 +338,9 @@ def test_what_the_model_does_not_allow_leaves_no_folder(tmp_path: Path, changes:
 def test_what_ppo_refuses_is_refused_before_the_stages_before_it(tmp_path: Path, role: str) -> None:
     """A critic or a reference that does not go with the model: nothing is trained, and no folder is taken."""
     other = tiny_directory(tmp_path / "other", layers=1, hidden=16)
-    vocabulary = tiny_tokenizer(pad_is_eos=False)
-    vocabulary.add_tokens(["<extra>"])
-    vocabulary.save_pretrained(other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["vocab"].pop("".join(content["model"]["merges"].pop()))
+    (other / "tokenizer.json").write_text(json.dumps(content))
     labels = tiny_classifier(tmp_path / "labels", "llama", labels=("A", "B"))
     tiny_tokenizer(pad_is_eos=False).save_pretrained(labels)
     classifier = AutoModelForSequenceClassification.from_pretrained(labels)

@@ -122,7 +122,8 @@ def test_an_actor_that_stands_still_has_no_metrics(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, "pays_by_hash", {"critic": {"warmup_rollouts": 1}}, steps=2)
     waiting, learning = steps_of(trainer)
     assert not set(ACTOR) & set(waiting) and set(ACTOR) <= set(learning)
-    assert learning.keys() - waiting.keys() == {*ACTOR, "actor_learn_peak_bytes"}
+    others = {"actor_learn_peak_bytes", "entropy_first_epoch_per_token_mean"}
+    assert learning.keys() - waiting.keys() == {*ACTOR, *others}
     assert waiting["actor_optimizer_steps"] == 0 and waiting["critic_grad_norm"] > 0
     for row in (waiting, learning):
         check_row(row, "ppo_step")

@@ -214,7 +214,8 @@ def overfit(records: Records) -> Finding:
 
 def _knows_responses(records: Records) -> Finding:
     """Passes over a rollout take the error on it away, and the next rollout's error rises all the same."""
-    fresh, last = records.series("value_loss_fresh_per_token"), records.series("value_loss_last_pass_per_token")
+    names = "value_loss_fresh_per_token", "value_loss_last_pass_per_token"
+    fresh, last = (records.series(name, 9) for name in names)
     if fresh.steps != last.steps:
         raise CannotJudge("value_loss_fresh_per_token and value_loss_last_pass_per_token are of different steps")
     taken = level(numpy.log(fresh.values / last.values)[-fresh.third :])
@@ -363,7 +364,8 @@ DIAGNOSES = (
         "returns, s = sqrt(1 / (n1 - 3) + 1 / (n2 - 3)) for n responses; y = difference of 1 - mean e^2 / var(return). "
         f"The smaller of the confidences that x and y are above {MEMORISED}. Or, of the rows: the smaller of the "
         f"confidences that value_loss_fresh_per_token / value_loss_last_pass_per_token is above {TAKEN:g} in the "
-        "last third of the steps, and that the former is higher there than in the first third. The larger of the two.",
+        "last third of the steps, and that the former is higher there than in the first third (9 steps are needed). "
+        "The larger of the two.",
         "Lower `critic.updates_per_actor` or `ppo.num_epochs`, set `critic.dropout` or `critic.weight_decay`, give "
         "more prompts.",
         overfit,
