@@ -21,7 +21,7 @@ COLLOQUIAL = re.compile(
 
 
 def positivity(prompts: list[str], responses: list[str]) -> list[float]:
-    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words: a repeated one pays once."""
+    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     lexicon = SentimentIntensityAnalyzer().lexicon
