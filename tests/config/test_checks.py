@@ -293,12 +293,6 @@ def test_a_huge_batch_is_refused_at_once() -> None:
     assert "try 2" in found(f"sft.batch_size={2 * (10**9 + 7)}", "sft.micro_batch_size=3")[0]
 
 
-def test_a_curriculum_that_begins_at_the_whole_size_grows_nothing() -> None:
-    [problem] = found("curriculum.steps=3", "sampling.max_new_tokens=24", "curriculum.start_new_tokens=24")
-    assert problem.startswith("curriculum.start_new_tokens: given 24, but it grows to sampling.max_new_tokens = 24; ")
-    assert not found("curriculum.steps=3", "sampling.max_new_tokens=24", "curriculum.start_new_tokens=23")
-
-
 def test_a_rollout_too_small_for_a_mini_batch_is_one_problem() -> None:
     """Turns over a trunk, which are off, are not counted in it."""
     [problem] = found("curriculum.steps=3", "curriculum.start_rollout_batch_size=3")

@@ -17,7 +17,6 @@ from fourfold.config.schema import CriticSection, PpoSection
 from fourfold.errors import Interrupted
 from fourfold.models.ensemble import EnsembleHead
 from fourfold.models.roles import Activations
-from fourfold.training import pretraining
 from fourfold.training.learner import Totals
 from fourfold.training.pretraining import pretrain_critic
 from fourfold.training.trainer import Trainer
@@ -357,19 +356,6 @@ def test_pretraining_learns_the_score_at_every_position_and_moves_nobody_else(tm
     assert "values explain" in found.describe()
     assert all(torch.equal(tensor, actor[name]) for name, tensor in weights_of(trainer.models.actor).items())
     assert trainer.models.frozen_checksums() == frozen
-
-
-def test_pretraining_asks_no_value_for_what_comes_behind_a_cut_response(tmp_path: Path) -> None:
-    """Under ppo.truncation = "bootstrap" too: those values are what it is to mend."""
-    few = {"ppo": {"truncation": "bootstrap", "kl_coef": 0.0}, "sampling": {"max_new_tokens": 3}}
-    trainer = make_trainer(
-        make_config(merged(settings(tmp_path, by_function("pays_by_prompt", steps=1)), merged(PRETRAINED, few)))
-    )
-    give_value_head(trainer.models)
-    experience, _ = pretraining._experience(trainer, trainer.prompts.elsewhere(1), 1)
-    assert experience.truncated.any()
-    scores = experience.scores[:, None].expand_as(experience.returns)
-    torch.testing.assert_close(experience.returns[experience.response_mask], scores[experience.response_mask])
 
 
 @pytest.mark.parametrize("name", ["SIGINT"])
