@@ -1,7 +1,7 @@
 """Levers that hold a frozen role's own matrices in fewer bits, one a kind.
 
 What rounding does to what real models say, `fourfold bench quantization` tells. On tiny random models a reference in
-int8 changes an update by 0.002, on 135M parameters by 0.07.
+int8 changes an update by 0.002, on 135M parameters by 0.07 (in nf4 by 0.01 and 0.45).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _HALF, _THREE_QUARTERS = "half of the half-precision matrices", "three quarters 
 _KINDS = {
     "int8": ("int8", _HALF, (1e-4, 0.1), (1e-4, 0.2)),
     # Activations are rounded too, which no run in float32 does alike: one bound for all.
-    "int8_dynamic": ("int8 dynamic", _HALF, (0.02, 0.0), (0.3, 0.0)),
-    "nf4": ("nf4", _THREE_QUARTERS, (1e-4, 0.1), (1e-4, 0.6)),
+    "int8_dynamic": ("int8 dynamic", _HALF, (0.25, 0.0), (0.3, 0.0)),
+    "nf4": ("nf4", _THREE_QUARTERS, (1e-4, 0.6), (1e-4, 0.6)),
 }
 REFERENCES = tuple(f"{name} reference" for name, *_ in _KINDS.values())
 REWARDS = tuple(f"{name} reward" for name, *_ in _KINDS.values())
