@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 
@@ -19,8 +20,12 @@ SIZE = 200 * 2**20
 
 
 def allocate(size: int = SIZE) -> torch.Tensor:
-    """A tensor of `size` bytes whose pages are really there."""
-    return torch.ones(size, dtype=torch.uint8)
+    """A tensor of `size` bytes whose pages are really there, and really gone afterwards.
+
+    Pages of its own: malloc would take a hole in its heap that is large enough, where an earlier test has left one, and
+    keep it.
+    """
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(1)
 
 
 SOURCES = [
