@@ -19,10 +19,10 @@ from benchmarks.results import (
     ROOT,
     Figure,
     Result,
+    cell,
     commit,
     hardware,
     newest,
-    number,
     origin,
     stamp_of,
     today,
@@ -105,7 +105,7 @@ def presets_table(result: Result) -> list[str]:
     rows = [f"| preset | seeds | {' | '.join(f'{name} ({unit})' for name, unit in UNITS.items())} |"]
     rows.append("|---" * (len(UNITS) + 2) + "|")
     for preset, about in result.config["presets"].items():
-        cells = [_cell(values.get(f"{preset}: {name}")) for name in UNITS]
+        cells = [cell(values.get(f"{preset}: {name}")) for name in UNITS]
         rows.append(f"| [{preset}](../examples/levers/{preset}.toml) | {len(about['seeds'])} | {' | '.join(cells)} |")
     return rows
 
@@ -130,13 +130,6 @@ def merged(earlier: Result | None, found: Result) -> Result:
     figures = [each for each in earlier.figures if each.name.partition(": ")[0] in kept]
     config = {"presets": dict(sorted({**kept, **new}.items()))}
     return found.model_copy(update={"config": config, "figures": (*figures, *found.figures)})
-
-
-def _cell(figure: Figure | None) -> str:
-    if figure is None:
-        return "-"
-    low, high = figure.spread or (figure.value, figure.value)
-    return number(figure.value) if low == high else f"{number(figure.value)} ({number(low)} - {number(high)})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -117,6 +117,14 @@ def number(value: float) -> str:
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or value == 0 else f"{value:.3g}"
 
 
+def cell(figure: Figure | None) -> str:
+    """A median with the range in brackets, where repeats differ; "-" for what was not measured."""
+    if figure is None:
+        return "-"
+    low, high = figure.spread or (figure.value, figure.value)
+    return number(figure.value) if low == high else f"{number(figure.value)} ({number(low)} - {number(high)})"
+
+
 def write_result(result: Result, folder: Path = FOLDER, *, instead_of: Result | None = None) -> Path:
     """Write the result; measuring again on the same day and hardware replaces it, and `instead_of` goes in any case."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,10 @@ from benchmarks.results import (
     ROOT,
     Figure,
     Result,
+    cell,
     commit,
     hardware,
     newest,
-    number,
     today,
     versions,
     write_result,
@@ -80,17 +80,10 @@ def study_table(result: Result) -> list[str]:
         cells = [values.get(f"{variant}: {name}") for variant in variants]
         if any(cells):
             unit = next(each.unit for each in cells if each is not None)
-            rows.append(f"| {title} ({unit}) | {' | '.join(map(_cell, cells))} |")
+            rows.append(f"| {title} ({unit}) | {' | '.join(map(cell, cells))} |")
     seeds = ", ".join(map(str, result.config["seeds"]))
     rows += ["", f"* {result.config['steps']} steps, seed{'s' * (len(result.config['seeds']) != 1)} {seeds}."]
     return rows + [f"* {name}: {about}." for name, about in variants.items()]
-
-
-def _cell(figure: Figure | None) -> str:
-    if figure is None:
-        return "-"
-    low, high = figure.spread or (figure.value, figure.value)
-    return number(figure.value) if low == high else f"{number(figure.value)} ({number(low)} - {number(high)})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

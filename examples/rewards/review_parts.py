@@ -6,6 +6,7 @@ Functions of prompts and responses (lists of str) that return a list of float; P
 from __future__ import annotations
 
 import re
+from functools import cache
 
 # What a unit of a word's valence (-4 to 4) is worth. Its sum over the words, not VADER's compound, which one strong
 # word already fills: praise has to take words, or it would not be against brevity.
@@ -20,11 +21,16 @@ COLLOQUIAL = re.compile(
 )
 
 
-def positivity(prompts: list[str], responses: list[str]) -> list[float]:
-    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words."""
+@cache
+def _lexicon() -> dict[str, float]:
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-    lexicon = SentimentIntensityAnalyzer().lexicon
+    return SentimentIntensityAnalyzer().lexicon
+
+
+def positivity(prompts: list[str], responses: list[str]) -> list[float]:
+    """The valences of VADER's lexicon (Hutto and Gilbert 2014), summed over different words."""
+    lexicon = _lexicon()
     words = ({word.strip(".,;:!?()\"'").lower() for word in response.split()} for response in responses)
     return [WORTH_OF_VALENCE * sum(lexicon.get(word, 0.0) for word in some) for some in words]
 

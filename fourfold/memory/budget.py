@@ -162,12 +162,11 @@ class Shortage:
     def __str__(self) -> str:
         if self.phase == "load":
             return f"load: memory ran out while the {self.role} was loaded ({self.said})"
-        if self.role.endswith("optimizer"):
-            return f"{self.phase}: memory ran out in a step of the {self.role} ({self.said})"
-        if not self.role:
-            return f"{self.phase}: memory ran out between the roles' passes ({self.said})"
-        rows = f" over {self.rows} row{'s' * (self.rows != 1)}" if self.rows else ""
-        return f"{self.phase}: memory ran out in the {self.role}'s pass{rows} ({self.said})"
+        if not self.rows:  # beside passes: `role` says in what
+            where = f"in {self.role}" if self.role else "between the roles' passes"
+            return f"{self.phase}: memory ran out {where} ({self.said})"
+        rows = f"{self.rows} row{'s' * (self.rows != 1)}"
+        return f"{self.phase}: memory ran out in the {self.role}'s pass over {rows} ({self.said})"
 
 
 # What is resident and which settings would help, asked for while everything that filled the memory is still there.

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fourfold.config.checks.memory import in_backward, trained
 from fourfold.config.loading import Contradiction, with_settings
 from fourfold.config.schema import RunConfig
 from fourfold.planner.quantization import QUANTIZED, held_bytes
@@ -95,7 +94,7 @@ def mib(size: int) -> str:
 def advice(phase: str, held: Held, config: RunConfig) -> list[Advice]:
     """Settings that would save memory in this phase, the largest saving first; about batch sizes never while loading.
 
-    The batch sizes that are halved by themselves are not among them.
+    What the other settings refuse is not among them. The batch sizes that are halved by themselves are not among them.
     """
     found = [*_sharing(held, config), *_precision(held, config), *_elsewhere(phase, held, config)]
     if phase != "load":
@@ -196,29 +195,20 @@ def _elsewhere(phase: str, held: Held, config: RunConfig) -> Iterator[Advice]:
         others = config.reward.classifiers if role == "reward" else {}
         # Another engine holds its weights itself.
         names = {role, *others} - {key for key, given in others.items() if given.engine != "torch"}
-        if role == "reference" and config.reference.engine != "torch":
-            names.clear()
         own = 0 if residency == "service" else sum(held.weights.get(name, 0) for name in names)
         own += held.weights.get(STEP_0, 0) if role == "reference" else 0  # it lies where the reference does
         if residency in ("keep", "park") and phase == "score":
             yield Advice(f"{role}.residency", '"stream"', own - 2 * own // max(held.own_layers, 2))
         elif residency == "keep" and phase in ("generate", "learn", "save", "load"):
             yield Advice(f"{role}.residency", '"park"', own)
-    paged = any(section.optimizer.startswith("paged") for section in trained(config).values())
-    if config.memory.optimizer_residency == "keep" and not paged:
+    if config.memory.optimizer_residency == "keep":
         yield Advice("memory.optimizer_residency", '"park"', held.states)
-    elif (
-        config.memory.optimizer_residency == "park"
-        and config.precision.compute != "float16"
-        and not (config.sharing.mode == "trunk" and config.trunk.train)
-    ):
+    elif config.memory.optimizer_residency == "park":
         narrower = held.trained // 2 if config.precision.compute == "bfloat16" else 0
         yield Advice("memory.optimizer_residency", '"offload"', held.gradients + narrower)
-    if config.memory.optimizer_residency != "offload" and config.precision.compute != "float16":
-        within = config.memory.model_copy(update={"optimizer_in_backward": True})
-        allowed = not list(in_backward(config.model_copy(update={"memory": within})))
-        if phase in ("learn", *SUPERVISED) and allowed and not config.memory.optimizer_in_backward:
-            yield Advice("memory.optimizer_in_backward", "true", held.gradients)
+    # Offloaded gradients leave as they come.
+    if phase in ("learn", *SUPERVISED) and config.memory.optimizer_residency != "offload":
+        yield Advice("memory.optimizer_in_backward", "true", held.gradients * (not config.memory.optimizer_in_backward))
     section = phase if phase in SUPERVISED else "ppo"
     if section in config.stages and getattr(config, section).optimizer == "adamw":
         own = held.states if phase in SUPERVISED else held.states // 2  # of the actor's and the critic's

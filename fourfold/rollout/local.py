@@ -7,7 +7,7 @@ trained trunk's output is not kept, and the ids are what the roles get.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fourfold.batch import Rollout
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSizes
+from fourfold.memory.offload import absent
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
 from fourfold.models.micro_batches import by_length, micro_batch, tokens_of
@@ -80,7 +81,7 @@ class LocalSampler:
 
         with self._rows.working("actor"):
             rollout, activations = self._rows.fitting(decode, rows)
-        self._working = None  # where it is a copy, every rollout makes it anew, and learn needs the room
+        self._put_working_away()
         return replace(rollout, log_probs=self._training_log_probs(activations, rollout)), activations
 
     def _tell(self, drawn: Drawn, rows: Sequence[int], prompts: PromptBatch, policy_version: int) -> None:
@@ -157,10 +158,20 @@ class LocalSampler:
             freeze(self._working, with_language_head=not self._base.shares_head)
             if self._policy.trunk is not None and self._base.trunk is not None:
                 self._working.stand_on(copy_trunk(self._base.trunk))  # the frozen one has the compute type already
-        for target, source in zip(_all_parameters(self._working), _all_parameters(self._policy), strict=True):
-            if target is not source:
-                target.copy_(source)
+        for target, source in self._copied(self._working):
+            target.data = source.detach().to(target.dtype, copy=True)
         return self._working
+
+    def _put_working_away(self) -> None:
+        """Keep the form of the copy alone: its numbers are the next rollout's, and learn needs the room."""
+        if self._working is not None:
+            for target, _ in self._copied(self._working):
+                target.data = absent(target)
+
+    def _copied(self, working: Policy) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Parameters of the copy and those that they are cast from; what both hold is no copy."""
+        both = zip(_all_parameters(working), _all_parameters(self._policy), strict=True)
+        return ((target, source) for target, source in both if target is not source)
 
 
 def _require_finite(policy: Policy) -> None:

@@ -140,7 +140,7 @@ class Steps:
     def _take(self) -> None:
         for name, optimizer in self._waiting.items():
             size = self._sizes.critic if name == "critic" else self._sizes.actor
-            with stops_when_short("learn", f"{name}'s optimizer", size.budget, size.describe):
+            with stops_when_short("learn", f"a step of the {name}'s optimizer", size.budget, size.describe):
                 self._totals.sums[f"{name}_grad_norm"] += optimizer.step()
             self._totals.sums[f"{name}_steps"] += 1
         self._waiting.clear()

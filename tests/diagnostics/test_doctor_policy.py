@@ -60,8 +60,14 @@ def test_a_reference_that_goes_along_hides_no_hacking(tmp_path: Path) -> None:
     verdicts = found(examination, "reward hacking", also=also)
     assert verdicts["reward hacking"].remedy.startswith("reference.copy_every = 4  # or reference.prior")
     records = read_records(Path(tree["output"]))
-    confidence, said = _log_prob(records, records.first_held_out()[1], records.last_held_out()[1])
-    assert 0 <= confidence <= 1 and said.startswith("the step-0 policy's log-prob of a token went from")
+    (_, start), (_, end) = records.first_held_out(), records.last_held_out()
+    told, said = (
+        records.run.points("evaluation", "eval_step_0_log_prob_per_token")[-1][1],
+        _log_prob(records, start, end)[1],
+    )
+    assert said.startswith("the step-0 policy's log-prob of a token went from") and f" to {told:.2f} nats" in said
+    along = float(end.ref_log_probs[end.response_mask].mean())
+    assert told < along - 0.1, "the reference has gone along"
 
 
 def test_kl_runs_away_without_held_out_prompts_too(tmp_path: Path) -> None:

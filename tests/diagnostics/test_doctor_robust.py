@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm, rankdata, spearmanr
 
+from fourfold.diagnostics.doctor.fit import Fit, over_rows
+from fourfold.diagnostics.doctor.records import CannotJudge
 from fourfold.diagnostics.doctor.robust import (
     Estimate,
     autocorrelation,
@@ -140,3 +143,14 @@ def test_least_squares_finds_a_line_again() -> None:
     x, z = RANDOM.normal(size=(2, 30))
     found, left = least_squares(2 + 3 * x - z, [x, z])
     assert found == pytest.approx([2, 3, -1]) and numpy.abs(left).max() < 1e-9
+
+
+def test_returns_that_differ_in_one_response_alone_are_no_measure_of_a_critic() -> None:
+    """Leaving it out, as the error of the estimate does, leaves no variance to explain."""
+    numbers = numpy.arange(20.0)
+    returns = numpy.where(numbers == 3, 1.0, 0.0)
+    fit = Fit(values=numbers, returns=returns, so_far=numpy.zeros(20), row=numpy.arange(20), rows=20)
+    for name in ("explained", "systematic"):
+        with pytest.raises(CannotJudge, match="all but a few returns of the kept rollout are alike"):
+            over_rows(fit, name)
+    assert over_rows(replace(fit, returns=numbers % 3), "explained").error > 0

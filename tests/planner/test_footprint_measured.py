@@ -25,8 +25,8 @@ CASES = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(case.settings[:2]))
 def test_predicted_bytes_are_those_of_a_run(tmp_path: Path, case: Case) -> None:
-    """Every phase and role within 6 % of the bytes of live tensors."""
+    """Every phase and role within 5 % of the bytes of live tensors (the issue asks for 15 %)."""
     measured = measure(case, tmp_path, in_this_process)
     found = Compared(case, measured, predict(case, tmp_path, measured.lengths))
     assert set(PHASES) <= found.errors.keys() and "learn/actor" in found.errors
-    assert {name: error for name, error in found.errors.items() if abs(error) > 0.06} == {}
+    assert {name: error for name, error in found.errors.items() if abs(error) > 0.05} == {}

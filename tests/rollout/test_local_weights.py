@@ -85,3 +85,24 @@ def test_in_float32_the_sampler_makes_no_copy(tmp_path: Path) -> None:
     with forward_shapes(base.policy.branch) as shapes:
         sampler.generate(random_prompts([4] * 2), policy_version=3)
     assert shapes[:3] == [(2, 3), (2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("mode", ["none", "trunk"])
+def test_between_rollouts_the_half_precision_copy_is_a_form_without_numbers(tmp_path: Path, mode: str) -> None:
+    """And the next rollout draws by the weights as they are then, as a new sampler does."""
+    base = tiny_base(tmp_path / "m", mode=mode, precision__compute="bfloat16")
+    policy = base.new_policy()
+    make_trainable(policy, with_language_head=not base.shares_head)
+    sampler, prompts = tiny_sampler(base, policy), random_prompts([3, 5, 1, 4])
+    sampler.generate(prompts, policy_version=0)
+    assert sampler._working is not None
+    copied = [target for target, _ in sampler._copied(sampler._working)]
+    assert copied and all(each.untyped_storage().nbytes() <= 4 for each in copied)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.25)
+    again, _ = sampler.generate(prompts, policy_version=0)
+    fresh, _ = tiny_sampler(base, policy).generate(prompts, policy_version=0)
+    assert torch.equal(again.sequences, fresh.sequences)
+    assert torch.equal(again.sampler_log_probs, fresh.sampler_log_probs)
