@@ -9,6 +9,7 @@ seconds longer: one seed with it is enough.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from benchmarks.results import (
     commit,
     hardware,
     newest,
+    number,
     origin,
     stamp_of,
     today,
@@ -108,6 +110,25 @@ def presets_table(result: Result) -> list[str]:
         cells = [cell(values.get(f"{preset}: {name}")) for name in UNITS]
         rows.append(f"| [{preset}](../examples/levers/{preset}.toml) | {len(about['seeds'])} | {' | '.join(cells)} |")
     return rows
+
+
+def judges_apart(result: Result) -> list[str]:
+    """Whether the presets end at the same held-out gain: where the ranges over their seeds have a gain in common."""
+    values = {figure.name: figure for figure in result.figures}
+    several = [name for name, about in result.config["presets"].items() if len(about["seeds"]) > 1]
+    ranges = {name: spread for name in several if (spread := values[f"{name}: judge"].spread) is not None}
+    if len(ranges) < 2:
+        return []
+    low, high = max(r[0] for r in ranges.values()), min(r[1] for r in ranges.values())
+    told = f"Judge, ranges over the seeds of {', '.join(ranges)}: "
+    if low <= high:
+        return [f"{told}all have {number(low)} - {number(high)} in common."]
+    pairs = [
+        f"{one} and {other}"
+        for (one, r), (other, s) in itertools.combinations(ranges.items(), 2)
+        if max(r[0], s[0]) > min(r[1], s[1])
+    ]
+    return [f"{told}apart lie {'; '.join(pairs)}."]
 
 
 def presets_origins(result: Result) -> list[str]:

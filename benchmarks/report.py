@@ -16,7 +16,7 @@ from benchmarks.levers_table import declared_table, levers_table
 from benchmarks.limit import limit_table
 from benchmarks.peer_table import peer_table
 from benchmarks.planner_table import planner_table
-from benchmarks.presets import presets_origins, presets_table
+from benchmarks.presets import judges_apart, presets_origins, presets_table
 from benchmarks.quantization import quantization_table
 from benchmarks.results import FOLDER, ROOT, Figure, Result, number, origin, read_results, side_line
 from benchmarks.studies import study_table
@@ -52,7 +52,7 @@ def table(result: Result) -> str:
     if "levers" in result.config:
         return "\n".join(levers_table(result))
     if "presets" in result.config:
-        return "\n".join([*presets_table(result), "", *presets_origins(result)])
+        return "\n".join([*presets_table(result), "", *judges_apart(result), "", *presets_origins(result)])
     if result.name.partition("-")[0] == "peer":
         rows = peer_table(result)
     elif result.name.partition("-")[0] == "limit":

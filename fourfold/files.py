@@ -33,11 +33,18 @@ def write_durably(path: Path, data: str | bytes) -> None:
 
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace the contents of `path`: readers see the old contents or the new, never a part."""
+    with replacing(path) as partial:
+        write_durably(partial, data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file to write, durably, that takes the place of `path` at the end; it is removed where that fails."""
     partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):  # what a killed process with our id left
         partial.unlink()
     try:
-        write_durably(partial, data)
+        yield partial
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -276,6 +276,10 @@ class OffloadedStates(States):
         """Bytes of the states that are in the device's memory now."""
         return super().resident_bytes() if self._device == HOST else 0
 
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The type of what `read` gives."""
+        return tensor.dtype if self._masters.of(tensor) is None else torch.float32
+
     def read(self, tensor: Tensor) -> Tensor:
         """The float32 numbers of one of the role's tensors, wherever they are."""
         master = self._masters.of(tensor)

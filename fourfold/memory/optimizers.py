@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fourfold.config.schema import OptimizerSection
 from fourfold.memory.budget import Budget, tensor_bytes
 from fourfold.memory.offload import Parked
 from fourfold.memory.stores import layout_of, store_below
+from fourfold.tensor_files import Unread, read
 
 # The table between codes and numbers belongs to all parameters at once.
 SHARED_STATES = ("qmap1", "qmap2")
@@ -161,7 +163,7 @@ class States:
         return tensor_bytes(t for state in states for t in state.values() if isinstance(t, Tensor))
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, with the numbers of what is parked in host memory: a device has no room for them."""
+        """The optimizer's own; what is parked is `Unread`, to be read into the memory of the CPU one by one."""
         return self._with_numbers(self._optimizer.state_dict())
 
     def _with_numbers(self, value: Any) -> Any:
@@ -170,18 +172,21 @@ class States:
         if isinstance(value, Tensor):
             for parked in self._parked.values():
                 if parked.holds(value):
-                    return parked.read(value, torch.device("cpu"))
+                    return Unread(value.dtype, value.shape, partial(parked.read, value, torch.device("cpu")))
         return value
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put saved numbers into the states where they are; another optimizer's are a ValueError."""
+        """Put saved numbers into the states where they are; another optimizer's are a ValueError.
+
+        Each parameter's are taken out of `state` as they are copied, so that nobody else keeps them in memory.
+        """
         groups = self._optimizer.param_groups
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in state["param_groups"]]:
             raise ValueError("the stored optimizer has other parameters; it belongs to another model")
         for group, saved in zip(groups, state["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         for index, p in enumerate(self._group_of):
-            saved = dict(state["state"][index])
+            saved = dict(state["state"].pop(index))
             saved |= saved.pop(WRAPPED, {})
             self._load(p, saved)
 
@@ -191,8 +196,8 @@ class States:
             raise ValueError(
                 f"the stored optimizer holds {sorted(saved)}, this one {sorted(state)}; another `optimizer`?"
             )
-        for name, value in saved.items():
-            held = state[name]
+        for name, source in saved.items():
+            held, value = state[name], read(source) if isinstance(source, Unread) else source
             if not isinstance(held, Tensor):
                 state[name] = value
                 continue

@@ -22,6 +22,7 @@ from fourfold.models.quantized import PROBE
 from fourfold.models.roles import Policy, Scorer, checksum_of
 from fourfold.models.storage import TRUNK, RoleRecord, own_tensors, stored_tensors
 from fourfold.models.stored import weight_files
+from fourfold.tensor_files import read
 
 # What the library writes into a model's config.json without a meaning for its numbers.
 _VERSIONED = ("transformers_version", "_name_or_path", "_commit_hash", "dtype", "torch_dtype")
@@ -135,7 +136,7 @@ def weights_of_role(base: Base, role: Policy | Scorer) -> RoleWeights:
     """Of a role in memory, as it starts: a trained trunk is still the shared one."""
     own = own_tensors(role, shares_head=base.shares_head)
     names = sorted(name for name in own if not name.startswith(TRUNK))
-    return RoleWeights(checksum_of((name, own[name].float()) for name in names), _of_shared(base))
+    return RoleWeights(checksum_of((name, read(own[name]).float()) for name in names), _of_shared(base))
 
 
 def weights_in_folder(base: Base, folder: Path, expected: RoleRecord) -> RoleWeights:

@@ -78,7 +78,7 @@ def _name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2]
 
 
-def own_names(tensors: dict[str, Tensor], branch: Part) -> dict[str, Tensor]:
+def own_names(tensors: Mapping[str, Tensor], branch: Part) -> dict[str, Tensor]:
     """The tensors by the names that they have in a policy with this branch; others keep peft's."""
     layout = layout_of_body(branch.body)
     above = f"base_model.model.{layout.body}."

@@ -8,6 +8,7 @@ exclude: engines and services, which hold weights that stand still (fourfold.con
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from fourfold.batch import Rollout
 from fourfold.config.schema import ReferenceSection
 from fourfold.errors import RunFailed
 from fourfold.models.roles import Activations, Policy, make_trainable
-from fourfold.models.storage import holder_of, own_parts
+from fourfold.models.storage import holder_of, own_parts, source_of
+from fourfold.tensor_files import Source
 
 # Numbers of a tensor that are looked at together for its mark: int64 copies of them take 8 MiB.
 _MARKED_AT_ONCE = 1 << 20
@@ -97,12 +99,12 @@ class MovingReference:
         """RunFailed where the weights are not what the rule has left."""
         self._require([name for name, found in self._marked().items() if found != self._marks[name]])
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Source]:
         """The weights by name, for a checkpoint."""
-        return {name: self._read(part) for name, part in self._parts.items()}
+        return {name: source_of(self._reference, part) for name, part in self._parts.items()}
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Those of a checkpoint."""
         if tensors.keys() != self._parts.keys():
             raise ValueError("the checkpoint's reference has other tensors than this run's; it belongs to another run")

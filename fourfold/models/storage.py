@@ -7,19 +7,21 @@ of the stage that makes a role holds the same two things, so it can stand for th
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from fourfold.files import write_atomically
+from fourfold.files import replacing, write_atomically
 from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.peft_folder import TENSORS as PEFT_TENSORS
 from fourfold.models.peft_folder import is_peft_folder, own_names, peft_record
 from fourfold.models.roles import Policy, Scorer
+from fourfold.tensor_files import Source, TensorFile, Unread, write_tensors
 
 TENSORS = "model.safetensors"
 RECORD = "role.json"
@@ -47,15 +49,22 @@ class RoleRecord:
         return self.sharing != "none"
 
 
-def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
+def own_tensors(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Source]:
     """The role's tensors by name, each once; without a head that belongs to the trunk, and the base of adapters.
 
     A trained trunk goes with the actor. Where masters lie below the device, those; where a frozen role is parked, what
     lies there.
     """
+    return {name: source_of(role, part) for name, part in own_parts(role, shares_head=shares_head).items()}
+
+
+def source_of(role: Policy | Scorer, part: Tensor) -> Source:
+    """One of the role's own parts, to be read from where its numbers are."""
     held: Any = holder_of(role)
-    read = Tensor.detach if held is None else held.read
-    return {name: read(tensor) for name, tensor in own_parts(role, shares_head=shares_head).items()}
+    if held is None:
+        return part.detach()
+    dtype = part.dtype if role.masters is None else role.masters.dtype_of(part)
+    return Unread(dtype, part.shape, partial(held.read, part))
 
 
 def holder_of(role: Policy | Scorer) -> Any:
@@ -83,8 +92,8 @@ def own_parts(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, shares_head: bool) -> None:
-    """Copy stored tensors into the role; a missing, surplus or misshapen one is a ValueError."""
+def load_own_tensors(role: Policy | Scorer, tensors: Mapping[str, Tensor], *, shares_head: bool) -> None:
+    """Copy stored tensors into the role, one after the other; a missing, surplus or misshapen one is a ValueError."""
     targets = own_parts(role, shares_head=shares_head)
     if missing := sorted(targets.keys() - tensors.keys()):
         raise ValueError(
@@ -103,14 +112,14 @@ def load_own_tensors(role: Policy | Scorer, tensors: dict[str, Tensor], *, share
 def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
     """Write a role; the record comes last, so a folder with a record is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = own_tensors(role, shares_head=record.shares_head)
-    write_atomically(folder / TENSORS, save({name: t.cpu().contiguous() for name, t in tensors.items()}))
+    with replacing(folder / TENSORS) as new:
+        write_tensors(new, own_tensors(role, shares_head=record.shares_head))
     write_atomically(folder / RECORD, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
     """Read a stored role or a peft adapter into `role`; ValueError when it was made for another model, cut or kind."""
-    tensors = load_file(str(stored_tensors(folder, expected)))
+    tensors: Mapping[str, Tensor] = TensorFile(stored_tensors(folder, expected))
     if is_peft_folder(folder):
         tensors = own_names(tensors, role.branch)
     load_own_tensors(role, tensors, shares_head=expected.shares_head)

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fourfold.errors import RunFailed
 from fourfold.files import sync, write_atomically, write_durably
+from fourfold.tensor_files import Source, TensorFile, size_of, write_tensors
 from fourfold.training.records import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 
 __all__ = [
@@ -91,11 +90,11 @@ class Checkpoint:
     path: Path
     groups: tuple[str, ...]
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one group, on the CPU."""
+    def tensors(self, name: str) -> Mapping[str, Tensor]:
+        """The tensors of one group, on the CPU, each read when it is asked for."""
         if name not in self.groups:
             raise ValueError(f"{self.path}: no tensors {name!r}; allowed: {', '.join(self.groups)}")
-        return load_file(self.path / f"{name}.safetensors")
+        return TensorFile(self.path / f"{name}.safetensors")
 
 
 class CheckpointStore:
@@ -115,15 +114,17 @@ class CheckpointStore:
                 self._clean_up()
 
     def save(
-        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], *, is_best: bool = False
+        self, step: int, tensors: Mapping[str, Mapping[str, Source]], state: dict[str, Any], *, is_best: bool = False
     ) -> Path:
-        """Write a checkpoint and only then delete older ones; a failure leaves those as they were."""
+        """Write a checkpoint and only then delete older ones; a failure leaves those as they were.
+
+        Tensors are written one after the other: of what lies below the device one is in memory at a time.
+        """
         text = _state_text(state)
         for name in tensors:
             if not GROUP.fullmatch(name):
                 raise ValueError(f"tensors: given the group {name!r}; allowed: lower case letters, digits and _")
-        groups = {name: _independent(group) for name, group in tensors.items()}
-        needed = sum(t.numel() * t.element_size() for group in groups.values() for t in group.values()) + OVERHEAD_BYTES
+        needed = sum(size_of(each) for group in tensors.values() for each in group.values()) + OVERHEAD_BYTES
         path = self.root / f"step-{step:08d}"
         partial = self.root / f".partial-{path.name}"
         try:
@@ -134,7 +135,7 @@ class CheckpointStore:
                 # Saved once more, a step is still the best that it was.
                 is_best = is_best or (path not in self._damaged and _says_best(path))
                 try:
-                    self._write(partial, step, groups, text, is_best)
+                    self._write(partial, step, tensors, text, is_best)
                     self._put_in_place(partial, path)
                 except BaseException:
                     self._clean_up()
@@ -205,10 +206,12 @@ class CheckpointStore:
 
     # Writing
 
-    def _write(self, partial: Path, step: int, groups: dict[str, dict[str, Tensor]], state: str, is_best: bool) -> None:
+    def _write(
+        self, partial: Path, step: int, tensors: Mapping[str, Mapping[str, Source]], state: str, is_best: bool
+    ) -> None:
         partial.mkdir()
-        for name, tensors in groups.items():
-            _save_tensors(partial / f"{name}.safetensors", tensors)
+        for name, group in tensors.items():
+            write_tensors(partial / f"{name}.safetensors", group)
         write_durably(partial / "state.json", state)
         files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
         manifest = {"schema_version": self._schema.version, "step": step, "best": is_best, "files": files}
@@ -300,31 +303,6 @@ def _state_text(state: dict[str, Any]) -> str:
             "state: comes back changed from JSON; allowed: dicts with text keys, lists, numbers, texts, None"
         )
     return text
-
-
-def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, each with memory of its own as the file format asks: tied weights are written twice."""
-    seen: set[tuple[str, int]] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        storage = (str(tensor.device), tensor.untyped_storage().data_ptr())
-        if tensor.numel() and storage in seen:
-            tensor = tensor.clone()
-        seen.add(storage)
-        result[name] = tensor
-    return result
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        # The library reports a full disk in words of its own; the number is what the words end with.
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else None
-        raise OSError(code, os.strerror(code) if code else str(error), str(path)) from error
-    sync(path)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

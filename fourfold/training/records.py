@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from fourfold.tensor_files import Source, Unread
+
 log = logging.getLogger(__name__)
 
 
-def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a torch optimizer's `state_dict()` into tensors, named 'state.<parameter>.<name>', and JSON."""
-    tensors: dict[str, Tensor] = {}
+def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Source], dict[str, Any]]:
+    """Split an optimizer's `state_dict()` into tensors, named 'state.<parameter>.<name>', and JSON."""
+    tensors: dict[str, Source] = {}
     record = {
         "state": [[key, _flatten(entry, f"state.{key}", tensors)] for key, entry in state["state"].items()],
         "param_groups": _flatten(state["param_groups"], "group", tensors),
@@ -23,7 +26,7 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[st
     return tensors, record
 
 
-def restore_optimizer(tensors: dict[str, Tensor], record: dict[str, Any]) -> dict[str, Any]:
+def restore_optimizer(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> dict[str, Any]:
     """The `state_dict` that `flatten_optimizer` took apart, every type as it was: for `Optimizer.load_state_dict`."""
     return {
         "state": {key: _unflatten(entry, tensors) for key, entry in record["state"]},
@@ -31,9 +34,9 @@ def restore_optimizer(tensors: dict[str, Tensor], record: dict[str, Any]) -> dic
     }
 
 
-def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _flatten(value: Any, name: str, tensors: dict[str, Source]) -> Any:
     """JSON in which a tensor stands as {"tensor": name} and a tuple as {"tuple": [...]}; a dict as {"dict": ...}."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Unread):
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
@@ -48,7 +51,7 @@ def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
         return [_unflatten(inner, tensors) for inner in value]
     if isinstance(value, dict):
@@ -78,7 +81,7 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def restore_rng(tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+def restore_rng(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> None:
     """Put every global generator back where `rng_state` found it."""
     torch.set_rng_state(tensors["torch"])
     saved = [tensors[f"cuda.{index}"] for index in range(sum(name.startswith("cuda.") for name in tensors))]

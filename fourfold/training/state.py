@@ -121,7 +121,8 @@ def collect(
         state["optimizers"][name] = {"optimizer": record, "steps_done": everything["steps_done"]}
     if models.moving is not None:
         tensors["reference"] = models.moving.tensors()
-    tensors["random"], state["random"] = rng_state()
+    random, state["random"] = rng_state()
+    tensors["random"] = {**random}
     return tensors, state
 
 

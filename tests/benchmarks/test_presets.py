@@ -12,6 +12,7 @@ from benchmarks.presets import (
     UNITS,
     counted_bytes,
     figures,
+    judges_apart,
     measured,
     merged,
     preset_of,
@@ -62,6 +63,22 @@ def test_a_row_has_the_median_over_the_seeds_and_the_range_where_they_differ() -
     assert cells[1:4] == ["[lora](../examples/levers/lora.toml)", "3", "0.40 (0.30 - 0.50)"]
     assert "70.0 (60.0 - 80.0)" in cells and "37.0" in full
     assert cells[-2] == "-", "no tensors were counted"
+
+
+def test_gains_are_the_same_where_the_ranges_over_seeds_have_one_in_common() -> None:
+    """One seed has no range; the ends are of the ranges (gains are 0.1 less than the judge's means)."""
+    given = {
+        "full": [summary(0.4, 1.0), summary(0.6, 1.0)],
+        "lora": [summary(0.55, 1.0), summary(0.7, 1.0)],
+        "trunk": [summary(0.5, 1.0), summary(0.57, 1.0)],
+        "offload": [summary(0.9, 1.0)],
+    }
+    (line,) = judges_apart(presets_result(given, "a machine", "a"))
+    assert line == "Judge, ranges over the seeds of full, lora, trunk: all have 0.45 - 0.47 in common."
+    given["qlora"] = [summary(0.65, 1.0), summary(0.8, 1.0)]
+    (line,) = judges_apart(presets_result(given, "a machine", "a"))
+    assert line.endswith("of full, lora, trunk, qlora: apart lie full and qlora; trunk and qlora.")
+    assert judges_apart(presets_result({"full": given["full"]}, "a machine", "a")) == []
 
 
 def test_the_most_live_bytes_are_found_by_what_ran(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from fourfold.models.heads import LanguageHead
 from fourfold.models.roles import Policy, Scorer, checksum, copy_policy, scorer_on
 from fourfold.models.split import cut
 from fourfold.models.storage import RECORD, TENSORS, RoleRecord, load_own_tensors, load_role, own_tensors, save_role
+from fourfold.tensor_files import read
 from tiny import FAMILIES, tiny_model
 
 TRUNK = RoleRecord("policy", "some/model", "trunk", 2)
@@ -108,7 +109,7 @@ def test_a_folder_without_a_record_is_no_role(tmp_path: Path) -> None:
 
 
 def damaged(change: str) -> tuple[dict[str, torch.Tensor], str]:
-    tensors = own_tensors(policy(), shares_head=True)
+    tensors = {name: read(tensor) for name, tensor in own_tensors(policy(), shares_head=True).items()}
     first = min(tensors)
     if change == "missing":
         del tensors[first]
@@ -130,7 +131,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> Non
 def test_tensors_that_do_not_fit_change_nothing() -> None:
     role = policy()
     before = checksum([role])
-    tensors = {name: tensor + 1 for name, tensor in own_tensors(role, shares_head=True).items()}
+    tensors = {name: read(tensor) + 1 for name, tensor in own_tensors(role, shares_head=True).items()}
     last = max(tensors, key=list(tensors).index)
     with pytest.raises(ValueError, match="stored shape"):
         load_own_tensors(role, tensors | {last: torch.zeros(7, 7)}, shares_head=True)

@@ -16,6 +16,7 @@ from fourfold.errors import Interrupted, RunFailed
 from fourfold.models.priors import MovingReference
 from fourfold.models.residency import place
 from fourfold.models.storage import own_tensors
+from fourfold.tensor_files import read
 from fourfold.training.checkpoint import CheckpointStore
 from fourfold.training.trainer import Trainer
 from tiny import VOCABULARY
@@ -58,7 +59,7 @@ def own(trainer: Trainer, role: str) -> dict[str, torch.Tensor]:
     """Copies of a role's own tensors, wherever they lie."""
     shares = trainer.models.base.shares_head
     found = own_tensors(getattr(trainer.models, role), shares_head=shares)
-    return {name: tensor.clone() for name, tensor in found.items()}
+    return {name: read(tensor).clone() for name, tensor in found.items()}
 
 
 @pytest.mark.parametrize("rule", RULES)

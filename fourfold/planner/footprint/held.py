@@ -14,7 +14,6 @@ from fourfold.planner.scene import WIDTHS, Scene
 
 ALWAYS = frozenset(MOMENTS)
 AFTER_LOAD = ALWAYS - {Moment("load")}
-SAVE = frozenset({Moment("save")})
 # bitsandbytes: tensors of fewer numbers keep float32 moments; others one byte a moment and a float32 scale for 256.
 SMALL_8BIT, BLOCK_8BIT = 4096, 256
 
@@ -175,20 +174,16 @@ def optimizer(scene: Scene, cast: Cast) -> Iterator[Item]:
             yield Item(name, "optimizer", size, AFTER_LOAD, why=why)
             continue
         yield Item(name, "optimizer", size, AFTER_LOAD, below, why=why)
-        if residency == "park" or scene.on_cpu:
-            yield Item(name, "optimizer", size, SAVE, why=f"all at once, to be written: {why}")
         if residency == "offload":
-            yield from _masters_below(scene, each, below)
+            yield from _masters_below(each, below)
 
 
-def _masters_below(scene: Scene, of: Trained, below: Tier) -> Iterator[Item]:
+def _masters_below(of: Trained, below: Tier) -> Iterator[Item]:
     """Float32 masters of what the device holds in half precision, and the sums of gradients."""
     yield Item(of.name, "gradients", 4 * of.numbers, AFTER_LOAD, below, why=f"sums: {of.numbers:,} x 4 bytes")
     if of.half:
         why = f"{of.matrices:,} numbers in matrices x 4 bytes"
         yield Item(of.name, "masters", 4 * of.matrices, AFTER_LOAD, below, why=why)
-        if scene.on_cpu:
-            yield Item(of.name, "masters", 4 * of.matrices, SAVE, why=f"to be written: {why}")
 
 
 def experience(scene: Scene, cast: Cast, texts: Texts) -> Iterator[Item]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fourfold.planner.bill import MOMENTS, Item, Moment
-from fourfold.planner.footprint.held import weights
+from fourfold.planner.footprint.held import trained, weights
 from fourfold.planner.footprint.roles import Cast, Role, part_bytes
 from fourfold.planner.quantization import QUANTIZED
 from fourfold.planner.scene import WIDTHS, Scene
@@ -39,10 +39,13 @@ def loading(scene: Scene, cast: Cast) -> Iterator[Item]:
 
 
 def saving(scene: Scene, cast: Cast) -> Iterator[Item]:
-    """Weights that lie below the device are read for their checksum, one tensor at a time."""
-    largest = max((_largest_tensor(scene, role) for role in cast.frozen()), default=0)
-    why = "the largest parked tensor, read for the checksum"
-    yield Item("run", "buffers", largest, frozenset({Moment("save")}), why=why)
+    """What lies below the device is read for its checksum, or to be written, one tensor at a time."""
+    largest = [(_largest_tensor(scene, role), "for the checksum") for role in cast.frozen()]
+    if scene.on_cpu and scene.config.memory.optimizer_residency != "keep":
+        sizes = [size for each in trained(cast) for size, count in each.sizes if count]
+        largest.append((4 * max(sizes, default=0), "to be written"))
+    most, purpose = max(largest, default=(0, ""))
+    yield Item("run", "buffers", most, frozenset({Moment("save")}), why=f"the largest parked tensor, read {purpose}")
 
 
 def _largest_tensor(scene: Scene, role: Role) -> int:
