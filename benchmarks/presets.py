@@ -119,8 +119,10 @@ def judges_apart(result: Result) -> list[str]:
     ranges = {name: spread for name in several if (spread := values[f"{name}: judge"].spread) is not None}
     if len(ranges) < 2:
         return []
+    once = [name for name, about in result.config["presets"].items() if name not in ranges]
     low, high = max(r[0] for r in ranges.values()), min(r[1] for r in ranges.values())
-    told = f"Judge, ranges over the seeds of {', '.join(ranges)}: "
+    without = f" (of {', '.join(once)} there is one seed)" if once else ""
+    told = f"Judge, ranges over the seeds of {', '.join(ranges)}{without}: "
     if low <= high:
         return [f"{told}all have {number(low)} - {number(high)} in common."]
     pairs = [

@@ -52,7 +52,8 @@ def table(result: Result) -> str:
     if "levers" in result.config:
         return "\n".join(levers_table(result))
     if "presets" in result.config:
-        return "\n".join([*presets_table(result), "", *judges_apart(result), "", *presets_origins(result)])
+        apart = [line for told in judges_apart(result) for line in (told, "")]
+        return "\n".join([*presets_table(result), "", *apart, *presets_origins(result)])
     if result.name.partition("-")[0] == "peer":
         rows = peer_table(result)
     elif result.name.partition("-")[0] == "limit":

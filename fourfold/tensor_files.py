@@ -6,11 +6,16 @@ eight bytes with the length of a header, the header as JSON padded to a multiple
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ _NAMES = {
     **{torch.uint8: "U8", torch.bool: "BOOL"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -67,43 +73,83 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> None:
         header[name] = {"dtype": _NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    with _errors_of(path):
+        file = open(path, "xb")  # noqa: SIM115 - closed below, where errors of reading a source are told apart
     try:
-        with open(path, "xb") as file:
+        with _errors_of(path):
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                file.write(_bytes_of(name, tensors[name]))
+        for name in names:
+            _write(file, path, name, tensors[name])
+        with _errors_of(path):
             file.flush()
             os.fsync(file.fileno())
+    finally:
+        with _errors_of(path):
+            file.close()
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Errors of write, fsync and close do not say which file they are about."""
+    try:
+        yield
     except OSError as error:
-        # Errors of write and fsync do not say which file they are about.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _bytes_of(name: str, source: Source) -> memoryview:
+def _write(file: BufferedWriter, path: Path, name: str, source: Source) -> None:
+    """One tensor, of which nothing is left in memory after it."""
     numbers = read(source)
     # What is read may not be what was promised: the header is written by then.
     assert (numbers.dtype, numbers.shape) == (source.dtype, source.shape), name
     array: Any = numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    with _errors_of(path):
+        file.write(memoryview(array))
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a file by name, each read when it is asked for: memory goes when the last user lets go of it."""
+    """The tensors of a file by name, each read into memory of its own when it is asked for.
+
+    The file stays open, so that all of them are of the same one, whatever happens to its name meanwhile.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with safe_open(str(path), framework="pt") as file:
-            self._names = tuple(file.keys())
+        with safe_open(str(path), framework="pt"):
+            pass  # a file that is damaged is refused by the library
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        self._header = json.loads(os.pread(self._file, length, 8))
+        self._header.pop("__metadata__", None)
+        self._start = 8 + length
+
+    def unread(self) -> dict[str, Unread]:
+        """All of them, to be read one by one."""
+        return {
+            name: Unread(_TYPES[about["dtype"]], torch.Size(about["shape"]), partial(self.__getitem__, name))
+            for name, about in self._header.items()
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        # A mapping of the file for each tensor: pages that were read are resident as long as their mapping is.
-        with safe_open(str(self._path), framework="pt") as file:
-            return file.get_tensor(name)
+        about = self._header[name]
+        found = torch.empty(about["shape"], dtype=_TYPES[about["dtype"]])
+        at, end = (self._start + offset for offset in about["data_offsets"])
+        array: Any = found.reshape(-1).view(torch.uint8).numpy()
+        rest = memoryview(array)
+        assert len(rest) == end - at, name
+        while rest:
+            done = os.preadv(self._file, [rest], at)
+            if done <= 0:
+                raise OSError(errno.EIO, f"the file ends within tensor {name!r}", str(self._path))
+            at, rest = at + done, rest[done:]
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._header
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._header)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._header)

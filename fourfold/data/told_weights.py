@@ -7,7 +7,9 @@ Weights are tenths that add up to 1: few enough for each to be seen often.
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +24,22 @@ from fourfold.config.schema import RunConfig
 
 PARTS_OF_ONE = 10
 Tenths = tuple[int, ...]
+# How much more weight a text suggests for a part by whose score it stands one standard deviation above the others: by
+# e^2. Its best part then mostly has more than half of the weight, as in draws of a concentration below 1.
+SHARPNESS = 2.0
+
+
+class ToldText(list[int]):
+    """Ids of a text, of which the first `told` say weights: they are given, and not learned."""
+
+    def __init__(self, ids: Sequence[int], told: int) -> None:
+        super().__init__(ids)
+        self.told = told
+
+
+def given_tokens(text: Sequence[int]) -> int:
+    """Tokens at the start of a text that nobody has to say: what it is told, or its first token."""
+    return text.told if isinstance(text, ToldText) else 1
 
 
 class ToldWeights:
@@ -108,6 +126,30 @@ class ToldWeights:
         """A prompt's ids with the weights in front of it, behind a BOS; its own ids stay what they are."""
         start = self._start(prompt)
         return [*prompt[:start], *self._ids[tenths], *prompt[start:]]
+
+    def tell_text(self, text: Sequence[int], tenths: Tenths) -> ToldText:
+        """A text's ids with the weights in front of it, as in front of a prompt."""
+        return ToldText(self.tell(text, tenths), self._start(text) + len(self._ids[tenths]))
+
+    def suggested(self, scores: Sequence[Sequence[float]]) -> list[Tenths]:
+        """Weights that suit each text by its scores [texts, parts], beside those of the others.
+
+        Shares are the mean weights times exp(SHARPNESS z), z a score in standard deviations above the mean of its part;
+        a part of which all texts have the same score suggests nothing.
+
+        >>> ToldWeights(None, {"safety": 1.0, "brevity": 1.0}).suggested([(1.0, 3.0), (0.0, 3.0)])
+        [(9, 1), (1, 9)]
+        """
+        columns = []
+        for column in zip(*scores, strict=True):
+            mean, spread = statistics.fmean(column), statistics.pstdev(column)
+            columns.append([(score - mean) / spread if spread else 0.0 for score in column])
+        found = []
+        for row in zip(*columns, strict=True):
+            highest = max(row)  # shares do not change with it, and no exponential overflows
+            raised = (math.exp(SHARPNESS * (z - highest)) for z in row)
+            found.append(_in_tenths([alpha * factor for alpha, factor in zip(self._alphas, raised, strict=True)]))
+        return found
 
     def read(self, rollout: Rollout) -> Float32[Tensor, "batch dimensions"]:
         """The weights that the prompts were told of, times the sum of the settings' weights."""

@@ -178,7 +178,7 @@ class States:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put saved numbers into the states where they are; another optimizer's are a ValueError.
 
-        Each parameter's are taken out of `state` as they are copied, so that nobody else keeps them in memory.
+        What is `Unread` is read when it is its turn, one tensor at a time.
         """
         groups = self._optimizer.param_groups
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in state["param_groups"]]:
@@ -186,7 +186,7 @@ class States:
         for group, saved in zip(groups, state["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         for index, p in enumerate(self._group_of):
-            saved = dict(state["state"].pop(index))
+            saved = dict(state["state"][index])
             saved |= saved.pop(WRAPPED, {})
             self._load(p, saved)
 
@@ -197,16 +197,16 @@ class States:
                 f"the stored optimizer holds {sorted(saved)}, this one {sorted(state)}; another `optimizer`?"
             )
         for name, source in saved.items():
-            held, value = state[name], read(source) if isinstance(source, Unread) else source
+            held = state[name]
             if not isinstance(held, Tensor):
-                state[name] = value
+                state[name] = source
                 continue
-            if (held.dtype, held.shape) != (value.dtype, value.shape):
+            if (held.dtype, held.shape) != (source.dtype, source.shape):
                 raise ValueError(
-                    f"the stored optimizer's {name} is {value.dtype} {tuple(value.shape)}, this one's {held.dtype} "
+                    f"the stored optimizer's {name} is {source.dtype} {tuple(source.shape)}, this one's {held.dtype} "
                     f"{tuple(held.shape)}; another `optimizer`?"
                 )
             if parked is not None and parked.holds(held):
-                parked.overwrite(held, value)
+                parked.overwrite(held, read(source))
             else:
-                held.copy_(value)
+                held.copy_(read(source))

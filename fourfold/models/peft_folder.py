@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fourfold.config.schema import AdaptersSection
 from fourfold.models.split import Part, layout_of_body
+from fourfold.tensor_files import Source
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # What peft calls the only adapter of a layer; in its files the name is left out.
@@ -78,11 +79,11 @@ def _name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2]
 
 
-def own_names(tensors: Mapping[str, Tensor], branch: Part) -> dict[str, Tensor]:
+def own_names(tensors: Mapping[str, Source], branch: Part) -> dict[str, Source]:
     """The tensors by the names that they have in a policy with this branch; others keep peft's."""
     layout = layout_of_body(branch.body)
     above = f"base_model.model.{layout.body}."
-    found: dict[str, Tensor] = {}
+    found: dict[str, Source] = {}
     for name, tensor in tensors.items():
         inner = name.removeprefix(above)
         layers, _, rest = inner.partition(".")

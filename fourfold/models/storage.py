@@ -21,7 +21,7 @@ from fourfold.models.adapters import is_adapted, is_adapter
 from fourfold.models.peft_folder import TENSORS as PEFT_TENSORS
 from fourfold.models.peft_folder import is_peft_folder, own_names, peft_record
 from fourfold.models.roles import Policy, Scorer
-from fourfold.tensor_files import Source, TensorFile, Unread, write_tensors
+from fourfold.tensor_files import Source, TensorFile, Unread, read, write_tensors
 
 TENSORS = "model.safetensors"
 RECORD = "role.json"
@@ -92,7 +92,7 @@ def own_parts(role: Policy | Scorer, *, shares_head: bool) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_own_tensors(role: Policy | Scorer, tensors: Mapping[str, Tensor], *, shares_head: bool) -> None:
+def load_own_tensors(role: Policy | Scorer, tensors: Mapping[str, Source], *, shares_head: bool) -> None:
     """Copy stored tensors into the role, one after the other; a missing, surplus or misshapen one is a ValueError."""
     targets = own_parts(role, shares_head=shares_head)
     if missing := sorted(targets.keys() - tensors.keys()):
@@ -106,7 +106,7 @@ def load_own_tensors(role: Policy | Scorer, tensors: Mapping[str, Tensor], *, sh
             raise ValueError(f"tensor {name!r}: stored shape {tuple(tensors[name].shape)}, model {tuple(target.shape)}")
     write = Tensor.copy_ if role.masters is None else role.masters.write
     for name, target in targets.items():
-        write(target, tensors[name])
+        write(target, read(tensors[name]))
 
 
 def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
@@ -119,7 +119,7 @@ def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
 
 def load_role(folder: Path, role: Policy | Scorer, expected: RoleRecord) -> None:
     """Read a stored role or a peft adapter into `role`; ValueError when it was made for another model, cut or kind."""
-    tensors: Mapping[str, Tensor] = TensorFile(stored_tensors(folder, expected))
+    tensors: Mapping[str, Source] = TensorFile(stored_tensors(folder, expected)).unread()
     if is_peft_folder(folder):
         tensors = own_names(tensors, role.branch)
     load_own_tensors(role, tensors, shares_head=expected.shares_head)

@@ -111,10 +111,13 @@ class FunctionReward:
     def __call__(self, activations: Activations, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The function's numbers; None, NaN and those that are infinite as float32 are not valid."""
         prompts, responses = texts_of(rollout, self._tokenizer)
-        numbers = [_as_float(number) for number in self._ask(prompts, responses)]
-        scores = torch.tensor(numbers, dtype=torch.float32, device=rollout.sequences.device)
+        scores = torch.tensor(self.numbers(prompts, responses), dtype=torch.float32, device=rollout.sequences.device)
         valid = torch.isfinite(scores)
         return torch.where(valid, scores, 0.0), valid
+
+    def numbers(self, prompts: list[str], responses: list[str]) -> list[float]:
+        """The function's numbers, one a response; NaN for None."""
+        return [_as_float(number) for number in self._ask(prompts, responses)]
 
     @property
     def _who(self) -> str:

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fourfold.errors import RunFailed
 from fourfold.files import sync, write_atomically, write_durably
 from fourfold.tensor_files import Source, TensorFile, size_of, write_tensors
@@ -90,7 +88,7 @@ class Checkpoint:
     path: Path
     groups: tuple[str, ...]
 
-    def tensors(self, name: str) -> Mapping[str, Tensor]:
+    def tensors(self, name: str) -> TensorFile:
         """The tensors of one group, on the CPU, each read when it is asked for."""
         if name not in self.groups:
             raise ValueError(f"{self.path}: no tensors {name!r}; allowed: {', '.join(self.groups)}")

@@ -25,6 +25,7 @@ from fourfold.models.loading import Base
 from fourfold.training.reward_model import Pair
 from fourfold.training.supervised import Texts
 from fourfold.training.texts import draw
+from fourfold.training.told_texts import tell_texts
 
 Say = Callable[[str], None]
 Row = TypeVar("Row")
@@ -131,9 +132,16 @@ def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> 
     )
     errors.refuse()
     _tell_of_shared(prompts, prompts_test, say)
+    learned: Texts = [texts[row] for row in draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")]
+    held_out: Texts = texts_test
+    if config.sft.tell_weights:
+        learned, held_out = (
+            tell_texts(config, base, rows, name, say) if rows else rows
+            for name, rows in (("texts", learned), ("texts_test", held_out))
+        )
     return Inputs(
-        [texts[row] for row in draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")],
-        texts_test,
+        learned,
+        held_out,
         [pairs[row] for row in draw(len(pairs), config.reward.max_pairs, seed=config.seed, name="pairs")],
         pairs_test,
         prompts,

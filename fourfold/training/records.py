@@ -26,8 +26,11 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Source], dict[st
     return tensors, record
 
 
-def restore_optimizer(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> dict[str, Any]:
-    """The `state_dict` that `flatten_optimizer` took apart, every type as it was: for `Optimizer.load_state_dict`."""
+def restore_optimizer(tensors: Mapping[str, Source], record: dict[str, Any]) -> dict[str, Any]:
+    """The `state_dict` that `flatten_optimizer` took apart, every type as it was: for `load_state_dict`.
+
+    torch's own optimizers take tensors only, those of fourfold.memory.optimizers also what is `Unread`.
+    """
     return {
         "state": {key: _unflatten(entry, tensors) for key, entry in record["state"]},
         "param_groups": _unflatten(record["param_groups"], tensors),
@@ -51,7 +54,7 @@ def _flatten(value: Any, name: str, tensors: dict[str, Source]) -> Any:
     )
 
 
-def _unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unflatten(value: Any, tensors: Mapping[str, Source]) -> Any:
     if isinstance(value, list):
         return [_unflatten(inner, tensors) for inner in value]
     if isinstance(value, dict):

@@ -40,7 +40,7 @@ def load_actor(config: RunConfig, base: Base, folder: RunFolder, *, best: bool) 
         checkpoint = CheckpointStore(folder.stage("ppo") / "checkpoints", keep_last=1).load_best()
         if checkpoint is None:
             raise ValueError(f"{folder.root}: no checkpoint was marked as the best; leave out --best")
-        load_own_tensors(actor, checkpoint.tensors("actor"), shares_head=base.shares_head)
+        load_own_tensors(actor, checkpoint.tensors("actor").unread(), shares_head=base.shares_head)
     elif folder.finished("ppo") is None:
         raise ValueError(f"{folder.root}: the stage ppo has not finished; run it to the end, or give --best")
     else:

@@ -56,11 +56,16 @@ def _own_model(config: RunConfig, models: FourModels) -> RewardSource:
 def _part(
     name: str, part: PartSection, config: RunConfig, models: FourModels, readers: Mapping[str, ExternalReward]
 ) -> RewardSource:
-    key, tokenizer = f"reward.parts.{name}", models.base.tokenizer
     if part.source == "trained":
         return _own_model(config, models)
     if part.source == "model":
-        return readers[config.reward.holder_of(key)]
+        return readers[config.reward.holder_of(f"reward.parts.{name}")]
+    return text_source(name, part, models.base.tokenizer)
+
+
+def text_source(name: str, part: PartSection, tokenizer: Any) -> FunctionReward:
+    """A part that reads texts and needs no model here: a function, rules, a verifier, an HTTP service."""
+    key = f"reward.parts.{name}"
     given: dict[str, Any] = {"retries": 0, "on_failure": part.on_failure, "key": key}
     if part.source == "rules":
         return FunctionReward(RuleSet(part.rules), tokenizer, **given)

@@ -152,9 +152,9 @@ class Stage:
         checkpoint = store.latest()
         if checkpoint is None:
             return 0
-        load_own_tensors(self.role, checkpoint.tensors("role"), shares_head=self.record.shares_head)
+        load_own_tensors(self.role, checkpoint.tensors("role").unread(), shares_head=self.record.shares_head)
         record = checkpoint.state
-        restored = restore_optimizer(checkpoint.tensors("optimizer"), record["optimizer"])
+        restored = restore_optimizer(checkpoint.tensors("optimizer").unread(), record["optimizer"])
         self.optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
         self.size.size = record["batch_sizes"].get("learn", self.size.size)
         if (scale := self.optimizer.loss_scale) is not None:

@@ -16,6 +16,7 @@ from fourfold.memory.budget import BatchSizes
 from fourfold.models.assembly import FourModels
 from fourfold.models.roles import Policy, Scorer
 from fourfold.models.storage import load_own_tensors, own_tensors
+from fourfold.tensor_files import Source
 from fourfold.training.checkpoint import Checkpoint, flatten_optimizer, restore_optimizer, restore_rng, rng_state
 from fourfold.training.experience import Shaping, shape_scores
 from fourfold.training.learner import Learner
@@ -104,7 +105,7 @@ def _roles(models: FourModels) -> dict[str, Policy | Scorer]:
 
 def collect(
     models: FourModels, learner: Learner, progress: Progress, sizes: BatchSizes
-) -> tuple[dict[str, dict], dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Source]], dict[str, Any]]:
     """Tensors and JSON of a checkpoint: trained roles, their optimizers, a reference that moves, loss scale, counters,
     random states, frozen checksums."""
     tensors = {name: own_tensors(role, shares_head=models.base.shares_head) for name, role in _roles(models).items()}
@@ -139,12 +140,12 @@ def restore(checkpoint: Checkpoint, models: FourModels, learner: Learner, sizes:
             "differ); restore the stage folders, or start again in a new output folder"
         )
     for name, role in _roles(models).items():
-        load_own_tensors(role, checkpoint.tensors(name), shares_head=models.base.shares_head)
+        load_own_tensors(role, checkpoint.tensors(name).unread(), shares_head=models.base.shares_head)
     if models.moving is not None:
         models.moving.load(checkpoint.tensors("reference"))
     for name, optimizer in learner.optimizers().items():
         record = checkpoint.state["optimizers"][name]
-        restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer"), record["optimizer"])
+        restored = restore_optimizer(checkpoint.tensors(f"{name}_optimizer").unread(), record["optimizer"])
         optimizer.load_state_dict({"optimizer": restored, "steps_done": record["steps_done"]})
     if learner.loss_scale is not None:
         learner.loss_scale.load_state_dict(checkpoint.state["loss_scale"])

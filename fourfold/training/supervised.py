@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fourfold.config.schema import RunConfig
+from fourfold.data.told_weights import given_tokens
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import RunFailed
 from fourfold.memory.budget import BatchSize, batch_size
@@ -25,9 +26,13 @@ from fourfold.training.texts import TextCache, epoch_batches
 Texts = Sequence[Sequence[int]]
 
 
-def nll_sum(policy: Policy, activations: Activations, ids: Tensor) -> tuple[Tensor, int]:
-    """Sum of -log p over all tokens but the first of each text, and how many they are."""
-    mask = activations.mask[:, 1:]
+def nll_sum(policy: Policy, activations: Activations, ids: Tensor, texts: Texts) -> tuple[Tensor, int]:
+    """Sum of -log p over all tokens of the texts but those that are given, and how many they are.
+
+    Given is the first token of each, or what it is told of weights.
+    """
+    given = torch.tensor([given_tokens(text) for text in texts], device=ids.device)
+    mask = activations.mask[:, 1:] & (torch.arange(1, ids.shape[1], device=ids.device) >= given[:, None])
     hidden = policy.through(activations)[:, :-1][mask]
     log_probs, _ = policy.head.log_probs(hidden, ids[:, 1:][mask], 1.0, policy.branch.compute_dtype, entropy="none")
     return -log_probs.sum(), int(mask.sum())
@@ -49,7 +54,8 @@ def mean_nll(policy: Policy, inputs: TextInputs, texts: Texts, rows_at_once: int
 
     def add(piece: slice) -> None:
         nonlocal total, count
-        loss, tokens = nll_sum(policy, *inputs.activations([texts[row] for row in rows[piece]]))
+        some = [texts[row] for row in rows[piece]]
+        loss, tokens = nll_sum(policy, *inputs.activations(some), some)
         total, count = total + float(loss), count + tokens
 
     for rows in epoch_batches([len(text) for text in texts], size.size, seed=0, epoch=0):
@@ -97,8 +103,12 @@ def train_sft(
 
     def learn(step: int) -> float:
         batch = [texts[row] for row in batches[step]]
-        tokens = sum(len(text) - 1 for text in batch)
-        return learn_from(batch, lambda some: nll_sum(policy, *cache.activations(some))[0], tokens, optimizer, size)
+        tokens = sum(len(text) - given_tokens(text) for text in batch)
+
+        def loss_sum(some: Texts) -> Tensor:
+            return nll_sum(policy, *cache.activations(some), some)[0]
+
+        return learn_from(batch, loss_sum, tokens, optimizer, size)
 
     every = config.checkpoint.stage_every
     stage = Stage("sft", folder, policy, record, optimizer, len(batches), learn, every, size)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fourfold.batch import Rollout
 from fourfold.config.schema import RunConfig
-from fourfold.data.told_weights import PARTS_OF_ONE, ToldWeights
+from fourfold.data.told_weights import PARTS_OF_ONE, ToldWeights, given_tokens
 from tiny import BOS, PAD, tiny_tokenizer
 
 EQUAL = {"safety": 1.0, "brevity": 1.0}
@@ -75,6 +75,51 @@ def test_what_is_told_is_read_again(tokenizer: Any, prompts: list[list[int]], da
         kept = untold.sequences[row, : untold.prompt_length][untold.prompt_mask[row]]
         assert kept.tolist() == prompt
     assert torch.equal(untold.response_mask, rollout.response_mask)
+
+
+scores_of_texts = st.lists(st.tuples(*[st.floats(-100, 100)] * 3), min_size=1, max_size=6)
+
+
+@given(scores=scores_of_texts, factor=st.sampled_from([0.5, 4.0]), offset=st.sampled_from([-8.0, 0.0, 64.0]))
+def test_suggested_weights_are_tenths_and_know_no_unit(
+    scores: list[tuple[float, ...]], factor: float, offset: float
+) -> None:
+    """By hand: shares as in the formula, rounded by the largest rests; a part in other units suggests the same."""
+    told = ToldWeights(None, THREE)
+    scores = [tuple(round(score) for score in row) for row in scores]
+    found = told.suggested(scores)
+    assert all(sum(tenths) == PARTS_OF_ONE and min(tenths) >= 0 for tenths in found)
+    table = torch.tensor(scores, dtype=torch.float64)
+    spread = table.std(dim=0, correction=0)
+    z = torch.where(spread > 0, (table - table.mean(dim=0)) / spread.clamp_min(1e-300), 0.0)
+    shares = torch.softmax(torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log() + 2 * z, dim=1)
+    assert bool(((torch.tensor(found) / PARTS_OF_ONE - shares).abs() < 0.1 + 1e-9).all())
+    changed = [(row[0], factor * row[1] + offset, row[2]) for row in scores]
+    again = torch.tensor(told.suggested(changed))
+    # Rounding of a share that lies between two tenths may go the other way.
+    assert int((again - torch.tensor(found)).abs().max()) <= 1
+
+
+@given(scores=scores_of_texts)
+def test_a_text_suggests_more_for_a_part_of_which_it_has_more(scores: list[tuple[float, ...]]) -> None:
+    told = ToldWeights(None, THREE)
+    order = sorted(range(len(scores)), key=lambda row: scores[row][1])
+    only = [told.suggested([(0.0, score[1], 0.0) for score in scores])[row][1] for row in order]
+    assert only == sorted(only)
+
+
+def test_scores_that_are_all_alike_suggest_the_mean_weights() -> None:
+    told = ToldWeights(None, THREE)
+    assert told.suggested([(3.0, -1.0, 7.0)] * 3) == [told.mean] * 3 == [(5, 3, 2)] * 3
+
+
+def test_weights_in_front_of_a_text_are_given_and_not_learned(tokenizer: Any) -> None:
+    told = ToldWeights(tokenizer, EQUAL)
+    text = tokenizer("joy")["input_ids"]
+    found = told.tell_text(text, (3, 7))
+    start = int(tokenizer.bos_token_id is not None)
+    assert list(found) == told.tell(text, (3, 7)) and found[found.told :] == text[start:]
+    assert given_tokens(found) == found.told > 1 == given_tokens(text)
 
 
 def test_the_text_is_that_of_the_documents(tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from test_checkpoint import CheckpointStore, save
 
-TRACED = ("fourfold/training/checkpoint.py", "fourfold/files.py", "shutil.py")
+TRACED = ("fourfold/training/checkpoint.py", "fourfold/tensor_files.py", "fourfold/files.py", "shutil.py")
 
 
 def on_disk(root: Path) -> list[tuple[str, int]]:

@@ -57,6 +57,7 @@ CRITICS, VLLM = "training/test_critics.py", "rollout/test_vllm.py"
 SERVICE, SERVER = "training/test_service.py", "scoring/service/test_server.py"
 ONLY_VALUE = "config/test_loading.py::test_an_error_says_key_given_and_allowed"
 SHOWN = {
+    "sft.tell_weights": "training/test_told_texts.py::test_a_policy_heeds_weights_by_the_texts_alone",
     "output": "training/test_pipeline.py::test_the_number_of_steps_is_the_number_of_rows",
     "stages": "training/test_pipeline.py::test_stages_one_by_one_equal_the_whole",
     "model.path": "models/test_loading.py::test_what_is_no_model_is_refused_with_what_is_allowed",

@@ -34,7 +34,7 @@ def test_loss_is_that_of_the_library(tmp_path: Path, family: str, sharing: str) 
         expected += float(model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss) * (len(text) - 1)
     cache = TextCache(base)
     fill_cache(cache, TEXTS, "test")
-    total, tokens = nll_sum(base.policy, *cache.activations(TEXTS))
+    total, tokens = nll_sum(base.policy, *cache.activations(TEXTS), TEXTS)
     assert tokens == 3 + 1 + 6
     assert float(total) == pytest.approx(expected, rel=1e-5)
     for batch_size in (1, 2, 3):

@@ -22,7 +22,7 @@ from fourfold.config.checks.service import (
 )
 from fourfold.config.checks.training import batch_sizes, curriculum, lengths, optimizers, ppo, warm_ups
 from fourfold.config.checks.trunk import trunk
-from fourfold.config.checks.vector import sampled_weights, values
+from fourfold.config.checks.vector import sampled_weights, told_texts, values
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -57,6 +57,7 @@ def problems(config: RunConfig) -> list[str]:
         *critic(config),
         *values(config),
         *sampled_weights(config),
+        *told_texts(config),
         *warm_ups(config),
         *lengths(config),
         *curriculum(config),

@@ -32,6 +32,25 @@ def values(config: RunConfig) -> Iterator[str]:
         yield "critic.loss_weights: every one is 0, so that the critic learns nothing; allowed: at least one above 0"
 
 
+def told_texts(config: RunConfig) -> Iterator[str]:
+    """Of sft.tell_weights."""
+    reward = config.reward
+    if not config.sft.tell_weights:
+        return
+    if reward.source != "combined" or reward.weights != "sampled":
+        yield (
+            "sft.tell_weights: given true, but prompts are told of no weights; allowed beside reward.source = "
+            "'combined' and reward.weights = 'sampled'"
+        )
+        return
+    if models := [name for name, part in reward.parts.items() if part.source not in ("function", "rules", "http")]:
+        yield (
+            f"sft.tell_weights: given true, but {' and '.join(f'reward.parts.{name}' for name in models)} cannot score "
+            "the texts of the stage sft: models are loaded by ppo, and a verifier has no answers to them; allowed: "
+            "parts whose source is 'function', 'rules' or 'http' (fourfold serve hosts a model for http)"
+        )
+
+
 def sampled_weights(config: RunConfig) -> Iterator[str]:
     reward = config.reward
     if reward.weights == "fixed" or reward.source != "combined":

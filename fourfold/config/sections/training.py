@@ -41,6 +41,12 @@ class SftSection(OptimizerSection):
     batch_size: PositiveInt = Field(default=32, description="Texts an optimizer step.")
     micro_batch_size: PositiveInt = Field(default=32, description="Texts a forward pass; divides batch_size.")
     max_texts: Count = Field(default=0, description="Use this many texts, drawn by the seed; 0 means all.")
+    tell_weights: bool = Field(
+        default=False,
+        description="Put weights in front of each text, as in front of prompts (reward.weights = 'sampled'): those "
+        "that the text's own scores suggest, so that the policy heeds weights before ppo begins. Parts must read "
+        "texts: source 'function', 'rules' or 'http'.",
+    )
 
 
 class RewardSection(OptimizerSection, ClassifierSection):

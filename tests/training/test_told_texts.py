@@ -1,0 +1,122 @@
+"""Texts behind the weights that they suggest: what is learned of them, and that they make a policy heed weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fourfold.data.told_weights import ToldText, ToldWeights, given_tokens
+from fourfold.models.loading import load_base
+from fourfold.models.storage import load_role
+from fourfold.training.inputs import encode_inputs, read_records
+from fourfold.training.supervised import fill_cache, mean_nll, nll_sum
+from fourfold.training.texts import TextCache
+from training.runs import SHARINGS, Tree, make_config, merged, run, settings
+from training.test_combined_runs import by_parts
+from training.test_conflicting_rewards import parts_of
+
+TOLD = [ToldText([5, 9, 33, 60, 2], 3), ToldText([8, 90, 41, 12, 66, 30, 1], 1), ToldText([7, 12, 9], 2)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_the_loss_leaves_out_what_is_given(tmp_path: Path, sharing: str) -> None:
+    """Beside transformers' own with these labels ignored; texts in one batch are told by tokens of other lengths."""
+    config = make_config(settings(tmp_path, SHARINGS[sharing]))
+    base = load_base(config)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+    expected, count = 0.0, 0
+    for text in TOLD:
+        ids = torch.tensor([list(text)])
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < text.told, -100)
+        learned = len(text) - text.told
+        expected += float(model(input_ids=ids, labels=labels).loss) * learned
+        count += learned
+    cache = TextCache(base)
+    fill_cache(cache, TOLD, "test")
+    total, tokens = nll_sum(base.policy, *cache.activations(TOLD), TOLD)
+    assert tokens == count == 2 + 6 + 1
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    assert mean_nll(base.policy, cache, TOLD, 2) == pytest.approx(expected / count, rel=1e-5)
+
+
+def told_tree(folder: Path, texts: list[str], changes: Tree, parts: Tree | None = None) -> Tree:
+    (folder / "told.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = {"path": str(folder / "told.jsonl")}
+    tree: Tree = {
+        "stages": ["sft", "ppo"],
+        "data": {"texts": given, "texts_test": given, "max_text_tokens": 40},
+        "reward": {"weights": "sampled"},
+        "sft": {"tell_weights": True, "max_texts": 0},
+        "critic": {"init": "base"},
+    }
+    return settings(folder, merged(merged(by_parts(parts or parts_of(a=1.0, e=1.0)), tree), changes))
+
+
+def pays_for_i(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float(response.count("i")) for response in responses]
+
+
+def test_a_policy_heeds_weights_by_the_texts_alone(tmp_path: Path) -> None:
+    """Texts of the letter a and texts of the letter i: behind weights for one of them, that one is expected."""
+    texts = ["a", "i", "aaa", "iii", "aa", "ii"]
+    sft = {"num_epochs": 60, "batch_size": 6, "micro_batch_size": 6, "learning_rate": 1e-2, "schedule": "linear"}
+    parts = parts_of(a=1.0) | {"i": {"source": "function", "function": "training.test_told_texts:pays_for_i"}}
+    changes = {"stages": ["sft"], "sft": sft, "checkpoint": {"stage_every": 100}}
+    tree = told_tree(tmp_path, texts, changes, parts)
+    run(tree)
+    config = make_config(tree)
+    base = load_base(config)
+    policy = base.new_policy()
+    from fourfold.models.assembly import record_for
+
+    load_role(tmp_path / "run" / "sft" / "model", policy, record_for(config, "policy"))
+    told = ToldWeights.of(config, base.tokenizer)
+    assert told is not None
+
+    def nll(text: str, weights: str) -> float:
+        rows = [told.tell_text(base.tokenizer(text)["input_ids"], told.parse(weights))]
+        cache = TextCache(base)
+        fill_cache(cache, rows, "test")
+        return mean_nll(policy, cache, rows, 1)
+
+    for letter, other in ("ai", "ia"):
+        assert nll(3 * letter, f"{letter}=1") < nll(3 * letter, f"{other}=1") - 0.5
+
+
+def inputs_of(tree: Tree) -> tuple[Any, Any, list[str]]:
+    config, said = make_config(tree), []
+    base = load_base(config)
+    return base, encode_inputs(config, base, read_records(config), said.append), said
+
+
+def test_each_text_has_the_weights_of_its_own_scores(tmp_path: Path) -> None:
+    """Parts are asked for the text without its EOS; both data sets are told, and a line says so."""
+    base, inputs, said = inputs_of(told_tree(tmp_path, ["aa", "ee", "aa"], {}))
+    for texts in (inputs.texts, inputs.texts_test):
+        written = [base.tokenizer.decode(list(text), skip_special_tokens=True) for text in texts]
+        assert written == ["a0.9 e0.1\naa", "a0.0 e1.0\nee", "a0.9 e0.1\naa"]  # the tokenizer knows no brackets
+        assert [text[-1] for text in texts] == [inputs.texts[0][-1]] * 3
+        assert all(given_tokens(text) > 5 for text in texts)
+    (line,) = [line for line in said if line.startswith("data.texts: 3 texts are told")]
+    assert "the largest is 0.9 on average; first row: '[a=0.9 e=0.1]'" in line
+
+
+def none_for_e(prompts: list[str], responses: list[str]) -> list[float | None]:
+    assert prompts == [""] * len(responses)
+    return [None if "e" in response else 1.0 * len(response) for response in responses]
+
+
+def test_texts_without_a_score_are_left_out_and_counted(tmp_path: Path) -> None:
+    parts = parts_of(a=1.0)
+    parts["some"] = {"source": "function", "function": "training.test_told_texts:none_for_e", "on_failure": "drop"}
+    _, inputs, said = inputs_of(told_tree(tmp_path, ["aa", "ee", "aaa"], {}, parts))
+    assert len(inputs.texts) == 2
+    assert any("1 without a valid score left out" in line for line in said)
+    with pytest.raises(ValueError, match=r"data\.texts: none of 1 texts has a score of every part"):
+        inputs_of(told_tree(tmp_path, ["e"], {}, parts))
