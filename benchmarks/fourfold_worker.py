@@ -43,7 +43,7 @@ def settings(args, folder: Path) -> RunConfig:
         "model": {"path": args.model},
         "sharing": {"mode": args.sharing},
         "precision": {"compute": args.dtype},
-        "system": {"device": "cpu", "threads": args.threads},
+        "system": {"device": args.device, "threads": args.threads},
         "data": {"prompts": {"path": args.prompts}},
         "reward": {"source": "checkpoint", "checkpoint": str(folder / "reward")},
         "sampling": {"max_new_tokens": args.new_tokens},
@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the updates and print the report."""
     parser = worker_parser(__doc__ or "")
     parser.add_argument("--sharing", choices=("trunk", "adapters", "none"), required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, as `fourfold run --set`")
     parser.add_argument(
         "--responses",
@@ -128,7 +129,7 @@ def work(args, config: RunConfig, base: Base, folder: Path) -> WorkerReport:
     prompts, _ = encode_prompts(
         base.tokenizer, read_prompts(section), max_tokens=args.prompt_tokens, truncation="error"
     )
-    loading_mib = peak_rss_mib()  # before the meter: it resets the kernel's peak at every phase
+    loading_mib = peak_mib(args.device)  # before the meter: it resets the peak at every phase
     meter = PhaseMeter(device_of(config))
     trainer = build_trainer(config, models, reward_source(config, models), prompts, [], folder / "ppo", meter)
     resident = {row.model: row.resident_bytes / 2**20 for row in role_rows(models)}
@@ -175,6 +176,11 @@ def sampled_weights(roles: Sequence[nn.Module]) -> Tensor:
     return torch.cat(found)
 
 
+def peak_mib(device: str) -> float:
+    """Highest resident memory of the process, or what torch has allocated of a GPU at most."""
+    return peak_rss_mib() if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
+
+
 def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, float]]) -> WorkerReport:
     """The rows as the comparison wants them."""
     steady = rows[1:]
@@ -195,7 +201,7 @@ def report(args, config: RunConfig, models: FourModels, rows: list[dict[str, flo
         },
         seconds_per_update=[row["step_seconds"] for row in rows],
         response_tokens_per_update=tokens,
-        peak_rss_mib=max(peak_rss_mib(), *peaks.values()),
+        peak_rss_mib=max(peak_mib(args.device), *peaks.values()),
         phase_peak_mib=peaks,
         phases={phase: sum(row[f"{phase}_seconds"] for row in steady) / len(steady) for phase in PHASES},
         versions={name: version(name) for name in ("torch", "transformers")},

@@ -40,6 +40,7 @@ def figures_of(
             "weights at start": [sum(run.resident_mib.values()) for run in runs],
             "peak memory": [run.peak_rss_mib for run in runs],
             **{f"peak in {phase}": [run.phase_peak_mib[phase] for run in runs] for phase in PHASES},
+            **{f"seconds in {phase}": [run.phases[phase] for run in runs] for phase in PHASES},
         }
         for what, values in measured.items():
             found.append(Figure.of(f"{name}: {what} {side}", values, "s" if "seconds" in what else "MiB"))

@@ -1,4 +1,4 @@
-"""Models of random weights for benchmarks/planner.py: every supported family, in the shapes of real ones but small.
+"""Models of random weights for benchmarks: every supported family small, and real sizes for GPUs.
 
 Weights are saved in bfloat16, as most published models are. The tokenizer knows a few words, enough for prompts of
 any length; ids beyond them are drawn all the same.
@@ -50,6 +50,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6,
          "vocab_size": 16384, "rotary_pct": 0.25},
     ),
+    # The shapes of Qwen2.5, by their sizes.
+    **{
+        name: (
+            "qwen2",
+            {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+             "num_attention_heads": heads, "num_key_value_heads": pairs, "vocab_size": vocabulary,
+             "tie_word_embeddings": tied},
+        )
+        for name, hidden, inner, layers, heads, pairs, vocabulary, tied in (
+            ("0.5b", 896, 4864, 24, 14, 2, 151_936, True),
+            ("1.5b", 1536, 8960, 28, 12, 2, 151_936, True),
+            ("7b", 3584, 18_944, 28, 28, 4, 152_064, False),
+        )
+    },
     "tiny": (
         "llama",
         {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,

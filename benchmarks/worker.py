@@ -35,7 +35,9 @@ class WorkerReport(BaseModel):
     trainable_parameters: dict[str, Annotated[int, Field(ge=0)]] = Field(description="By role.")
     seconds_per_update: list[Seconds] = Field(min_length=2, description="Every update, the first included.")
     response_tokens_per_update: list[Annotated[int, Field(gt=0)]] = Field(min_length=2)
-    peak_rss_mib: Annotated[float, Field(gt=0)] = Field(description="Highest resident memory of the process.")
+    peak_rss_mib: Annotated[float, Field(gt=0)] = Field(
+        description="Highest resident memory; on a GPU what torch allocated."
+    )
     phases: dict[str, Seconds] = Field(description="Mean seconds an update by phase, without the first update.")
     resident_mib: dict[str, float] = Field(default={}, description="What each role and what is shared holds, at start.")
     phase_peak_mib: dict[str, float] = Field(default={}, description="Highest resident memory by phase, as for phases.")

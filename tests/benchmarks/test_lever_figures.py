@@ -8,14 +8,15 @@ import math
 import struct
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.fourfold_worker import settings
 from benchmarks.lever_rows import PLAIN, conflict, difference, figures_of, merged
-from benchmarks.levers import MORE, ONLY_ON_A_GPU, SUBJECTS, Subject, main, result
+from benchmarks.levers import MORE, ON_CUDA, ONLY_ON_A_GPU, SUBJECTS, Subject, main, parse, placed, result
 from benchmarks.levers_table import levers_table
-from benchmarks.peer_trl import Side, parse_arguments
+from benchmarks.peer_trl import Side
 from benchmarks.results import Figure, Result, read_results, write_result
 from benchmarks.worker import PHASES, WorkerReport
 from fourfold.config.schema import RunConfig
@@ -32,7 +33,8 @@ def config_of(side: Side, folder: Path) -> RunConfig:
     given = [value for key, value in itertools.pairwise(arguments) if key == "--set"]
     shape = {"model": "m", "prompts": "p", "dtype": "float32", "threads": 1, "seed": 0, "sharing": arguments[1]}
     sizes = {"new_tokens": 24, "batch": 16, "micro_batch": 16, "epochs": 4, "updates": 4}
-    return settings(Namespace(**shape, **sizes, set=given), folder)
+    device = arguments[arguments.index("--device") + 1] if "--device" in arguments else "cpu"
+    return settings(Namespace(**shape, **sizes, set=given, device=device), folder)
 
 
 def report(
@@ -59,7 +61,8 @@ def report(
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_a_lever_is_switched_on_beside_a_baseline_without_it(tmp_path: Path, subject: Subject) -> None:
-    having, without = (config_of(side, tmp_path) for side in (subject.having, subject.without))
+    sides = (placed(side, subject.only_on or "cpu", "float32") for side in (subject.having, subject.without))
+    having, without = (config_of(side, tmp_path) for side in sides)
     tree, plain = having.model_dump(), without.model_dump()
     differing = {f"{section}.{key}" for section, table in tree.items() if isinstance(table, dict)
                  for key in table if table[key] != (plain[section] or {}).get(key)}  # fmt: skip
@@ -73,9 +76,9 @@ def responses_of(side: Side) -> str:
 
 
 def test_every_lever_is_measured_on_the_responses_of_its_baseline() -> None:
-    declared = [each.name for each in LEVERS if not each.only_on]
+    declared = [each.name for each in LEVERS]
     assert [each.name for each in SUBJECTS] == [*declared, *(each.name for each in MORE)]
-    assert {each.name for each in LEVERS} - {*declared} == {*ONLY_ON_A_GPU}
+    assert {each.name for each in SUBJECTS if each.only_on} == {*ONLY_ON_A_GPU}
     assert len({side.name for each in SUBJECTS for side in (each.having, each.without)}) < 2 * len(SUBJECTS)
     for each in SUBJECTS:
         assert responses_of(each.having) == responses_of(each.without)
@@ -119,7 +122,7 @@ REPORTS = {
 
 def measured(*subjects: Subject, date: str = "2026-01-31", **changes: list[WorkerReport]) -> Result:
     """The result of one round of two updates, of a day."""
-    found = result(subjects, REPORTS | changes, parse_arguments(["--rounds", "1", "--updates", "2"]))
+    found = result(subjects, REPORTS | changes, parse(["--rounds", "1", "--updates", "2", "--dry"]))
     rows = {name: row | {"date": date} for name, row in found.config["levers"].items()}
     return found.model_copy(update={"date": date, "config": found.config | {"levers": rows}})
 
@@ -198,3 +201,29 @@ def test_a_conflict_is_told_before_anything_is_measured(
     with pytest.raises(SystemExit) as ended:
         main(["--lever", "micro-batches", "--batch", "8", "--model", str(tmp_path / "nothing")])
     assert ended.value.code == 2 and "batch = 16, not 8" in capsys.readouterr().err
+
+
+def test_each_kind_of_device_measures_what_runs_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU has a result of its own, whose rows are of one type."""
+    monkeypatch.setattr("benchmarks.levers.newest", lambda name: None)
+    here = {each.name for each in parse(["--device", "cpu"]).subjects}
+    there = {each.name for each in parse(["--device", "cuda", "--dtype", "bfloat16"]).subjects}
+    assert not here & {*ONLY_ON_A_GPU} and here < there
+    with pytest.raises(SystemExit):
+        parse(["--lever", "paged_adamw"])
+    assert "--lever 'paged_adamw' runs on another kind of device than --device cpu" in capsys.readouterr().err
+    side = placed(EXACT.having, "cuda", "bfloat16")
+    assert side.dtype == "bfloat16" and side.arguments[-2:] == ("--device", "cuda")
+
+
+def test_what_is_hidden_is_told_in_seconds_by_phase_and_a_gpu_lacks_no_lever() -> None:
+    streaming = Subject("stream reference", {"reference.residency": "stream"})
+    changes: dict[str, Any] = {"stream reference": [report([3.0, 4.0], 800.0)]}
+    found = measured(streaming, **changes)
+    text = "\n".join(levers_table(found))
+    assert "* stream reference, seconds: generate 1.00 -> 1.00, score 1.00 -> 1.00, learn 1.00 -> 1.00." in text
+    assert "Not measured without a GPU: flash attention" in text
+    text = "\n".join(levers_table(found.model_copy(update={"name": ON_CUDA})))
+    assert "without a GPU" not in text and "paged_adamw_8bit" in text

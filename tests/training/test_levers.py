@@ -37,7 +37,7 @@ from benchmarks.replay import Replay
 from fourfold.config import ConfigError
 from fourfold.memory.quantization import dequantize
 from fourfold.models.assembly import FourModels
-from fourfold.planner.lever import Lever
+from fourfold.planner.lever import ORDER_OF_SUMS, Lever
 from fourfold.planner.levers import LEVERS, lever
 from tiny import tiny_classifier
 from training.runs import (
@@ -63,6 +63,8 @@ HERE = [each for each in INSTALLED if not each.only_on]
 PAIRS = list(itertools.combinations(HERE, 2))
 # Settings are refused on any machine.
 EXCLUDED = [(one, other) for one, other in itertools.combinations(LEVERS, 2) if other.name in one.excludes]
+# What the folder of runs on a GPU is called, of levers that need none.
+ON_CUDA = "cuda"
 Weights = dict[str, torch.Tensor]
 Set = tuple[Lever, ...]
 
@@ -191,7 +193,7 @@ def tree_with(folder: Path, levers: Iterable[Lever], compared: Iterable[Lever]) 
         elsewhere = ("reference.residency", "reward.residency", "reference.engine")
         kept = merged(tree, nested({key: value for key, value in given.items() if key not in elsewhere}))
         tree = at_service(tree, SERVICES.url(kept, away), *away)
-    if any(each.only_on == "cuda" for each in compared):
+    if any(each.only_on == "cuda" for each in compared) or ON_CUDA in folder.name:
         tree = merged(tree, {"system": {"device": "cuda"}})
     return merged(tree, nested(given))
 
@@ -309,6 +311,17 @@ def test_an_exact_lever_is_exact_on_learned_positions_and_transposed_matrices(
 ) -> None:
     """GPT-2, whose linear layers are transposed and whose positions are an embedding."""
     check(tmp_path_factory.getbasetemp() / "gpt2-levers", [each])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", [each for each in MECHANISMS if not each.only_on], ids=lambda each: each.name)
+def test_a_lever_keeps_its_promise_on_a_gpu(tmp_path_factory: pytest.TempPathFactory, each: Lever) -> None:
+    folder = tmp_path_factory.getbasetemp() / f"llama-{ON_CUDA}"
+    if each.name == "offload optimizer":  # the CPU steps, which rounds otherwise
+        without, having = (moved(folder, levers, [each]) for levers in ([], [each]))
+        assert difference(without, having) <= ORDER_OF_SUMS
+    else:
+        check(folder, [each])
 
 
 @pytest.mark.parametrize("having", together(), ids=lambda having: "+".join(each.name for each in having))
