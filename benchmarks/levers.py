@@ -4,9 +4,9 @@
 others, each with the hardware that it was measured on. One that fails is named and loses the others nothing. A lever
 whose package is not installed, or that runs on another kind of device only, is left out. With --device cuda peaks are
 what torch has allocated, and the result is levers-cuda; --model random:7b makes a model of that size. Levers come from
-planner/levers.py with their settings, their baselines and what they promise: an exact one must leave actor and critic bit for bit as they are
-without it. How far the others change an update is measured on its first, in which both sides learn from the responses
-that the side without the lever has drawn (benchmarks/replay.py); later ones sample their own.
+planner/levers.py with their settings, their baselines and what they promise: an exact one must leave actor and critic
+bit for bit as they are without it. How far the others change an update is measured on its first, in which both sides
+learn from the responses that the side without the lever has drawn (benchmarks/replay.py); later ones sample their own.
 """
 
 from __future__ import annotations
