@@ -118,12 +118,13 @@ def _stretches(scene: Scene) -> dict[Phase, list[Stretch]]:
 
 
 def _pass(scene: Scene, one: Pass) -> Stretch:
-    """A pass over all its rows at once: how a run cuts it into micro-batches is its own affair."""
+    """A pass, as often as it is made, over all its rows: how a run cuts it into micro-batches is its own affair."""
     moved = _weights(scene, one)
     trained = trained_parameters(scene)
     if one.direction == "backward" and one.role in trained:
         moved += 4 * trained[one.role]
-    return Stretch(_products(scene, one, one.batch.tokens, one.batch.responses), one.flops, moved)
+    products = _products(scene, one, one.batch.tokens, one.batch.responses)
+    return Stretch(products, one.times * one.flops, one.times * moved)
 
 
 def _decoding(scene: Scene, one: Pass) -> Iterator[Stretch]:

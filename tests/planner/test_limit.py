@@ -66,6 +66,15 @@ def test_learning_moves_what_adamw_touches_and_gradients_once() -> None:
     assert found.bytes == pytest.approx(2 * read + 2 * 2 * HEAD + (ADAMW_BYTES + 4) * (actor + critic))
 
 
+@pytest.mark.parametrize(("epochs", "mini"), [(1, 2), (4, 4), (3, 1)])
+def test_learning_is_done_in_every_epoch_on_every_mini_batch(epochs: int, mini: int) -> None:
+    """The same FLOPs an epoch however it is cut; weights, gradients and moments are moved in every mini-batch."""
+    one, several = small(), small(ppo__num_epochs=epochs, ppo__mini_batch_size=mini, ppo__micro_batch_size=mini)
+    once, often = (limits(where, alike(where, 1e9, 1e9))["learn"] for where in (one, several))
+    assert once.flops > 0 and often.flops == pytest.approx(epochs * once.flops)
+    assert often.bytes == pytest.approx(epochs * 4 // mini * once.bytes)
+
+
 def test_a_stretch_takes_what_is_slower() -> None:
     where = small()
     free = limits(where, alike(where, 1e9, 1e30)), limits(where, alike(where, 1e30, 1e9))
