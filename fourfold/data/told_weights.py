@@ -131,18 +131,20 @@ class ToldWeights:
         """A text's ids with the weights in front of it, as in front of a prompt."""
         return ToldText(self.tell(text, tenths), self._start(text) + len(self._ids[tenths]))
 
-    def suggested(self, scores: Sequence[Sequence[float]]) -> list[Tenths]:
-        """Weights that suit each text by its scores [texts, parts], beside those of the others.
+    def suggested(
+        self, scores: Sequence[Sequence[float]], beside: Sequence[Sequence[float]] | None = None
+    ) -> list[Tenths]:
+        """Weights that suit each text by its scores [texts, parts], `beside` those of others (or of these themselves).
 
         Shares are the mean weights times exp(SHARPNESS z), z a score in standard deviations above the mean of its part;
-        a part of which all texts have the same score suggests nothing.
+        a part of which all others have the same score suggests nothing. Scores are finite as float32.
 
         >>> ToldWeights(None, {"safety": 1.0, "brevity": 1.0}).suggested([(1.0, 3.0), (0.0, 3.0)])
         [(9, 1), (1, 9)]
         """
         columns = []
-        for column in zip(*scores, strict=True):
-            mean, spread = statistics.fmean(column), statistics.pstdev(column)
+        for column, others in zip(zip(*scores, strict=True), zip(*(beside or scores), strict=True), strict=True):
+            mean, spread = statistics.fmean(others), statistics.pstdev(others)
             columns.append([(score - mean) / spread if spread else 0.0 for score in column])
         found = []
         for row in zip(*columns, strict=True):
@@ -164,13 +166,13 @@ class ToldWeights:
             mask[row, columns.to(mask.device)] = False
         return replace(rollout, prompt_mask=mask)
 
-    def room(self, max_tokens: int) -> int:
-        """Tokens that prompts of at most `max_tokens` have for themselves."""
+    def room(self, max_tokens: int, key: str = "data.max_prompt_tokens") -> int:
+        """Tokens that prompts, or texts, of at most `max_tokens` have for themselves; `key` is their setting."""
         longest = max(map(len, self._ids.values()))
         if longest >= max_tokens:
             raise ValueError(
-                f"data.max_prompt_tokens: given {max_tokens}, of which the weights in front of a prompt take up to "
-                f"{longest} (reward.weights = 'sampled'); allowed: more than that; try {longest + max_tokens}"
+                f"{key}: given {max_tokens}, of which the weights in front take up to {longest} (reward.weights = "
+                f"'sampled'); allowed: more than that; try {longest + max_tokens}"
             )
         return max_tokens - longest
 

@@ -25,7 +25,6 @@ from fourfold.models.loading import Base
 from fourfold.training.reward_model import Pair
 from fourfold.training.supervised import Texts
 from fourfold.training.texts import draw
-from fourfold.training.told_texts import tell_texts
 
 Say = Callable[[str], None]
 Row = TypeVar("Row")
@@ -132,16 +131,9 @@ def encode_inputs(config: RunConfig, base: Base, records: Records, say: Say) -> 
     )
     errors.refuse()
     _tell_of_shared(prompts, prompts_test, say)
-    learned: Texts = [texts[row] for row in draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")]
-    held_out: Texts = texts_test
-    if config.sft.tell_weights:
-        learned, held_out = (
-            tell_texts(config, base, rows, name, say) if rows else rows
-            for name, rows in (("texts", learned), ("texts_test", held_out))
-        )
     return Inputs(
-        learned,
-        held_out,
+        [texts[row] for row in draw(len(texts), config.sft.max_texts, seed=config.seed, name="texts")],
+        texts_test,
         [pairs[row] for row in draw(len(pairs), config.reward.max_pairs, seed=config.seed, name="pairs")],
         pairs_test,
         prompts,
@@ -170,7 +162,11 @@ def _texts(config: RunConfig, base: Base, records: list[TextRecord], name: str, 
         return []
     data = config.data
     encoded, report = encode_texts(
-        base.tokenizer, records, eos_id=end_of_text(base), max_tokens=data.max_text_tokens, truncation=data.truncation
+        base.tokenizer,
+        records,
+        eos_id=end_of_text(base),
+        max_tokens=text_tokens(config, base),
+        truncation=data.truncation,
     )
     say(f"data.{name}: {report.describe()}")
     return encoded
@@ -195,6 +191,12 @@ def _prompts(config: RunConfig, base: Base, records: list[PromptRecord], name: s
     )
     say(f"data.{name}: {report.describe()}")
     return encoded
+
+
+def text_tokens(config: RunConfig, base: Base) -> int:
+    """The most tokens that a text of the data may have: what it is told of weights comes on top."""
+    told, most = ToldWeights.of(config, base.tokenizer), config.data.max_text_tokens
+    return told.room(most, "data.max_text_tokens") if told is not None and config.sft.tell_weights else most
 
 
 def prompt_tokens(config: RunConfig, base: Base) -> int:

@@ -39,6 +39,7 @@ from fourfold.training.rows import TIMED_PHASES
 from fourfold.training.supervised import train_sft
 from fourfold.training.texts import TextCache
 from fourfold.training.timeline import Timeline
+from fourfold.training.told_texts import tell_texts
 
 Say = Callable[[str], None]
 
@@ -178,6 +179,7 @@ def _carry_out(
     with noted_state(folder.root, todo):
         chosen.save(folder)
         Timeline(folder.root).spans("", 0, meter.take_spans())
+        inputs = tell_texts(config, base, inputs, folder, say)
         _stages(config, folder, base, inputs, todo, meter, say)
 
 
