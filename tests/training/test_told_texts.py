@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_tells_what_it_told_first(tmp_path: Path) -> None:
     assert calls == [4, 4] and not any("are told" in line for line in said)
     _, after, _ = inputs_of(ppo)
     assert written(base, again.texts) == written(base, first.texts)
-    assert written(base, after.texts_test) == written(base, first.texts_test) and after.texts == ()
+    assert written(base, after.texts_test) == written(base, first.texts_test) and not after.texts
     (tmp_path / "told.jsonl").write_text(json.dumps({"text": "aa"}) + "\n")
     with pytest.raises(ValueError, match=r"data\.texts: 1 texts, and sft/told\.json of this run says what 4 are told"):
         inputs_of(tree)
