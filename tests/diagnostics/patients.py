@@ -204,7 +204,10 @@ def examined(tree: Tree) -> Examination:
 
 
 def refused_remedies(folder: Path, given: Tree) -> list[str]:
-    """Proposals of all diagnoses that can be judged, named or not, which the settings as given refuse (FAULTS J10)."""
+    """Proposals of all diagnoses that can be judged, named or not, which the settings as given refuse (FAULTS J10).
+
+    What is proposed stands among the remedies that docs/doctor.md tells of the diagnosis.
+    """
     records, refused = read_records(folder), list[str]()
     for diagnosis in DIAGNOSES:
         with contextlib.suppress(CannotJudge):
@@ -213,6 +216,11 @@ def refused_remedies(folder: Path, given: Tree) -> list[str]:
             for line in filter(None, remedy.split("#")[0].strip().split("; ")):
                 key, equals, value = line.partition(" = ")
                 assert equals and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", key), remedy
+                told = {f"`{key}`", f"`{key.rpartition('.')[2]}`"}
+                assert diagnosis.name == "KL negative" or any(name in diagnosis.remedy for name in told), (
+                    key,
+                    diagnosis,
+                )
                 apply_override(tree, f"{key}={value}")
             try:
                 parse_config(tree, source=diagnosis.name)

@@ -309,7 +309,7 @@ DIAGNOSES = (
         "Values are systematically off, all of them or with the length of the response: advantages point elsewhere.",
         f"{_ROLLOUT}x = (mean e^2 - mean r^2) / var(return), r what a line in value and tokens so far leaves of e; "
         f"{_GROUPS}. Confidence Phi((x - {SYSTEMATIC}) / s), the smaller of both rollouts.",
-        "Raise `critic.learning_rate` or `critic.warmup_rollouts`.",
+        "Raise `critic.learning_rate`, `critic.warmup_rollouts` or `ppo.rollout_batch_size`.",
         underfit_bias,
     ),
     Diagnosis(
@@ -320,7 +320,8 @@ DIAGNOSES = (
         "returns. The evidence says how far responses to one prompt differ: that no value of the prompt can know.",
         f"{_ROLLOUT}x = 1 - mean e^2 / var(return); {_GROUPS}. The smaller of Phi(({EXPLAINED} - x) / s) and of the "
         f"confidence that what is systematic is below {SYSTEMATIC}, on both rollouts.",
-        "Raise `critic.learning_rate`, `critic.warmup_rollouts` or `ppo.rollout_batch_size`.",
+        "Where responses to one prompt differ as much as values are off, raise `sampling.responses_per_prompt`; else "
+        "raise `critic.learning_rate`, `critic.warmup_rollouts` or `ppo.rollout_batch_size`.",
         underfit_variance,
     ),
     Diagnosis(
@@ -330,8 +331,9 @@ DIAGNOSES = (
         "The critic is no good and gets no better.",
         f"explained_variance of the rows: a = its level in the last third of the steps, b = a less that of the first "
         f"third. The smaller of the confidences that a < {EXPLAINED} and that b < {GAIN}. 9 steps are needed.",
-        "Raise `critic.learning_rate`; where the trunk has drifted, lower `trunk.lr_scale`; else raise "
-        "`trunk.branch_layers`.",
+        "As of variance; where the critic learns as fast as the actor, lower `trunk.lr_scale` if the trunk has "
+        "drifted, else raise `trunk.branch_layers` above a trunk. (`sampling.responses_per_prompt`, "
+        "`critic.learning_rate`, `critic.warmup_rollouts`, `ppo.rollout_batch_size`)",
         plateau,
     ),
     Diagnosis(

@@ -28,6 +28,13 @@ SURPRISE = 0.15
 AT_START = 0.02
 
 
+# What `more_kl` proposes, in words.
+NEARER = (
+    "raise `ppo.kl_coef`, or under the adaptive controller lower `ppo.kl_target`; beside another `reference.prior` "
+    "take 'step_0', or a slower one (`reference.copy_every`, `reference.decay`)"
+)
+
+
 def more_kl(records: Records) -> str:
     """Nearer to the reference: what the controller aims at, or without one the coefficient, which is else a start."""
     given = records.config.reference
@@ -228,7 +235,7 @@ DIAGNOSES = (
         f"third of the steps: confidence of above {KL_SEQUENCE:g} nats ({OVER_TARGET:g} x `ppo.kl_target` under the "
         f"adaptive controller) and {KL_TOKEN} nats a token, or of above {ANY_TOKEN:g} nats a token; and of above the "
         "first third.",
-        "Raise `ppo.kl_coef`, or shorten `ppo.kl_horizon` of the adaptive controller.",
+        f"{NEARER[0].upper()}{NEARER[1:]}; shorten `ppo.kl_horizon` where the adaptive controller lags behind.",
         kl_runaway,
     ),
     Diagnosis(

@@ -8,7 +8,7 @@ import numpy
 
 from fourfold.algorithms.statistics import distinct_n
 from fourfold.batch import Experience
-from fourfold.diagnostics.doctor.divergence import more_kl, per_token
+from fourfold.diagnostics.doctor.divergence import NEARER, more_kl, per_token
 from fourfold.diagnostics.doctor.records import Records
 from fourfold.diagnostics.doctor.robust import Estimate, jackknife, level, mean, share, spread
 from fourfold.diagnostics.doctor.verdict import Diagnosis, Finding
@@ -158,9 +158,10 @@ DIAGNOSES = (
         "Oldest against newest held-out rollout: rise of the mean score in spreads of the oldest's scores, limit "
         f"{RISE}; and the surest of: different pairs of neighbouring tokens fell by {LESS_DISTINCT:.0%} (jackknife), "
         f"the most frequent response has {SAME:.0%} more of all responses, "
-        f"the reference's log-prob of a token moved by {STRANGE} nats either way, the judge's mean fell by {WORSE} "
-        "(error 0.5 sqrt(2 / n)). The smaller of the two confidences.",
-        "Raise `ppo.kl_coef`; train the reward model on more pairs.",
+        "the log-prob of a token by the policy at step 0 (by the reference, where that is not told) moved by "
+        f"{STRANGE} nats either way, the judge's mean fell by {WORSE} (error 0.5 sqrt(2 / n)). The smaller of the two "
+        "confidences.",
+        f"{NEARER[0].upper()}{NEARER[1:]}; train the reward model on more pairs.",
         reward_hacking,
     ),
     Diagnosis(
@@ -170,7 +171,7 @@ DIAGNOSES = (
         "The policy says the same whatever it is asked, and explores no more.",
         f"entropy_per_token_mean: x = its level in the last third of the steps over that in the first. Confidence that "
         f"x is below {ENTROPY_LEFT}.",
-        "Set `ppo.entropy_coef`, raise `ppo.kl_coef`.",
+        f"Set `ppo.entropy_coef`; {NEARER}.",
         entropy_collapse,
     ),
     Diagnosis(

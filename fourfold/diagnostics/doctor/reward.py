@@ -8,7 +8,7 @@ import numpy
 
 from fourfold.config import RunConfig
 from fourfold.config.schema import PartSection
-from fourfold.diagnostics.doctor.divergence import more_kl
+from fourfold.diagnostics.doctor.divergence import NEARER, more_kl
 from fourfold.diagnostics.doctor.opinions import second_opinions
 from fourfold.diagnostics.doctor.records import CannotJudge, Records
 from fourfold.diagnostics.doctor.remedies import first_taken
@@ -199,7 +199,7 @@ DIAGNOSES = (
         "teach do not show.",
         f"Newest training rollout: share of responses with the highest score, limit {SAME:.0%}; share held by "
         f"`ppo.score_clip`, limit {CLIPPED:.0%}. The larger of the two confidences.",
-        "Stop here, or take a reward that goes on; raise `ppo.score_clip`.",
+        f"Stop here, or take a reward that goes on; raise `ppo.score_clip` where it holds them, else {NEARER}.",
         saturation,
     ),
     Diagnosis(
@@ -220,7 +220,8 @@ DIAGNOSES = (
         "Responses without a valid score: None, NaN, infinite, a function that raises, a service that does not answer; "
         "of the whole reward or of a part of it.",
         "Sum of invalid_scores is above 0, or the run stopped over it: a fact, confidence 1.",
-        "Mend the scorer; `retries` of `reward` or of its part ask it again, `on_failure` = 'drop' leaves rows out.",
+        "Mend the scorer; `retries` of `reward` or of its part ask it again, `timeout_seconds` waits longer, "
+        "`on_failure` = 'drop' leaves rows out.",
         failing_scorer,
     ),
     Diagnosis(

@@ -139,7 +139,7 @@ DIAGNOSES = (
         "float16 cannot hold gradients or losses, and optimizer steps are skipped.",
         "steps_skipped_overflow over the optimizer steps of a rollout, in the last third of the steps; confidence that "
         f"its level is above {OVERFLOWS}.",
-        "`precision.compute` = 'bfloat16', or lower learning rates.",
+        "`precision.compute` = 'bfloat16', a lower `precision.loss_scale`, or lower learning rates.",
         overflow,
     ),
     Diagnosis(

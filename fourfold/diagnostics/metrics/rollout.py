@@ -321,8 +321,9 @@ EVALUATION = (
     Metric(
         "eval_text_nll_per_token",
         "nats",
-        "sum over tokens but the first of -log p(actor) of `data.texts_test` (at most `evaluation.max_texts`)",
-        "tokens of the texts but the first of each",
+        "sum over tokens but the first, and but told weights (`sft.tell_weights`), of -log p(actor) of "
+        "`data.texts_test` (at most `evaluation.max_texts`)",
+        "those tokens of the texts",
         "rises by less than a few tenths",
         "rises far: the actor forgets the language of the texts; raise `ppo.kl_coef`, take a lower learning rate",
         promised=False,
