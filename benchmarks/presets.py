@@ -9,8 +9,9 @@ seconds longer: one seed with it is enough.
 from __future__ import annotations
 
 import argparse
-import itertools
+import random
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ from benchmarks.results import (
     commit,
     hardware,
     newest,
-    number,
     origin,
     stamp_of,
     today,
@@ -52,6 +52,7 @@ UNITS = {
 }
 
 
+DEALS = 10_000  # of a permutation test
 TARGETS = {"max-savings: tensors": "<= 358.4", "full: tensors": ">= 5120"}  # 0.35 and 5 GiB
 
 
@@ -113,24 +114,37 @@ def presets_table(result: Result) -> list[str]:
 
 
 def judges_apart(result: Result) -> list[str]:
-    """Whether the presets end at the same held-out gain: where the ranges over their seeds have a gain in common."""
-    values = {figure.name: figure for figure in result.figures}
-    several = [name for name, about in result.config["presets"].items() if len(about["seeds"]) > 1]
-    ranges = {name: spread for name in several if (spread := values[f"{name}: judge"].spread) is not None}
-    if len(ranges) < 2:
+    """Whether the presets end at the same held-out gain within the noise of seeds: a permutation test.
+
+    The statistic is the share of the variance over all seeds that lies between presets; it is compared with that of the
+    same gains dealt to the presets at random (Fisher 1935, "The Design of Experiments", section 21).
+    """
+    presets = result.config["presets"]
+    groups = {name: about["judges"] for name, about in presets.items() if len(about.get("judges", ())) > 1}
+    if len(groups) < 2:
         return []
-    once = [name for name, about in result.config["presets"].items() if name not in ranges]
-    low, high = max(r[0] for r in ranges.values()), min(r[1] for r in ranges.values())
-    without = f" (of {', '.join(once)} there is one seed)" if once else ""
-    told = f"Judge, ranges over the seeds of {', '.join(ranges)}{without}: "
-    if low <= high:
-        return [f"{told}all have {number(low)} - {number(high)} in common."]
-    pairs = [
-        f"{one} and {other}"
-        for (one, r), (other, s) in itertools.combinations(ranges.items(), 2)
-        if max(r[0], s[0]) > min(r[1], s[1])
+    sizes, gains = [len(each) for each in groups.values()], [gain for each in groups.values() for gain in each]
+    generator, dealt = random.Random(0), 0
+    found = between(gains, sizes)
+    for _ in range(DEALS):
+        shuffled = generator.sample(gains, len(gains))
+        dealt += between(shuffled, sizes) >= found - 1e-12
+    without = [name for name in presets if name not in groups]
+    left_out = f" (without {', '.join(without)}, of which no gains of several seeds are kept)" if without else ""
+    return [
+        f"Judge: which preset it is explains {found:.0%} of the variance over seeds of {', '.join(groups)}{left_out}; "
+        f"the same gains dealt at random explain as much in {dealt / DEALS:.1%} of {DEALS:,} deals."
     ]
-    return [f"{told}apart lie {'; '.join(pairs)}."]
+
+
+def between(gains: Sequence[float], sizes: Sequence[int]) -> float:
+    """The share of the variance that lies between groups of these sizes, which stand one after the other."""
+    mean, rest, explained = statistics.fmean(gains), list(gains), 0.0
+    total = sum((gain - mean) ** 2 for gain in gains)
+    for size in sizes:
+        group, rest = rest[:size], rest[size:]
+        explained += size * (statistics.fmean(group) - mean) ** 2
+    return explained / total if total else 0.0
 
 
 def presets_origins(result: Result) -> list[str]:
@@ -171,7 +185,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         presets.setdefault(name, []).append(summary)
     stamp = {"date": today(), "hardware": hardware(), "commit": commit(), "versions": versions(PACKAGES)}
     about = {
-        name: {"settings": configs[name], "seeds": [each["seed"] for each in given], "measured": stamp}
+        name: {
+            "settings": configs[name],
+            "seeds": [each["seed"] for each in given],
+            "judges": [measured(each)["judge"] for each in given],
+            "measured": stamp,
+        }
         for name, given in presets.items()
     }
     found = Result(name="presets", config={"presets": about}, figures=tuple(figures(presets)), **stamp)  # type: ignore[arg-type]
