@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 # The names of the format.
 _NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint8: "U8", torch.bool: "BOOL"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64"},
 }
+METADATA = "__metadata__"  # a key of the header that is no tensor
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -67,8 +68,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> None:
     end = 0
     for name in names:
         source = tensors[name]
-        if source.dtype not in _NAMES:
-            raise ValueError(f"tensor {name!r} is {source.dtype}, which a safetensors file cannot hold")
+        if source.dtype not in _NAMES or name == METADATA:
+            raise ValueError(
+                f"tensor {name!r} is {source.dtype}: neither this type nor a name {METADATA!r} can be stored"
+            )
         start, end = end, end + size_of(source)
         header[name] = {"dtype": _NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -100,8 +103,8 @@ def _errors_of(path: Path) -> Iterator[None]:
 def _write(file: BufferedWriter, path: Path, name: str, source: Source) -> None:
     """One tensor, of which nothing is left in memory after it."""
     numbers = read(source)
-    # What is read may not be what was promised: the header is written by then.
-    assert (numbers.dtype, numbers.shape) == (source.dtype, source.shape), name
+    if (numbers.dtype, numbers.shape) != (source.dtype, source.shape):  # the header is written by then
+        raise RuntimeError(f"tensor {name!r} is {numbers.dtype} {tuple(numbers.shape)}, and said to be another")
     array: Any = numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     with _errors_of(path):
         file.write(memoryview(array))
@@ -115,35 +118,50 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with safe_open(str(path), framework="pt"):
-            pass  # a file that is damaged is refused by the library
+        try:
+            with safe_open(str(path), framework="pt"):
+                pass  # a file that is damaged is refused by the library
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file ({error}); write it again") from error
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-        self._header = json.loads(os.pread(self._file, length, 8))
-        self._header.pop("__metadata__", None)
+        header = bytearray(length)
+        self._fill(memoryview(header), 8, "header")
+        self._header = json.loads(header)
+        self._header.pop(METADATA, None)
         self._start = 8 + length
 
     def unread(self) -> dict[str, Unread]:
         """All of them, to be read one by one."""
         return {
-            name: Unread(_TYPES[about["dtype"]], torch.Size(about["shape"]), partial(self.__getitem__, name))
+            name: Unread(self._type(name), torch.Size(about["shape"]), partial(self.__getitem__, name))
             for name, about in self._header.items()
         }
 
     def __getitem__(self, name: str) -> Tensor:
         about = self._header[name]
-        found = torch.empty(about["shape"], dtype=_TYPES[about["dtype"]])
-        at, end = (self._start + offset for offset in about["data_offsets"])
+        found = torch.empty(about["shape"], dtype=self._type(name), device="cpu")
         array: Any = found.reshape(-1).view(torch.uint8).numpy()
-        rest = memoryview(array)
-        assert len(rest) == end - at, name
+        self._fill(memoryview(array), self._start + about["data_offsets"][0], f"tensor {name!r}")
+        return found
+
+    def _type(self, name: str) -> torch.dtype:
+        held = self._header[name]["dtype"]
+        if held not in _TYPES:
+            raise ValueError(f"{self._path}: tensor {name!r} is {held}; allowed: {', '.join(_TYPES)}")
+        return _TYPES[held]
+
+    def _fill(self, rest: memoryview, at: int, what: str) -> None:
+        """Read the file from `at` on, which may take several calls."""
         while rest:
             done = os.preadv(self._file, [rest], at)
             if done <= 0:
-                raise OSError(errno.EIO, f"the file ends within tensor {name!r}", str(self._path))
+                raise OSError(errno.EIO, f"the file ends within {what}", str(self._path))
             at, rest = at + done, rest[done:]
-        return found
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an open file cannot be copied: its number may be another file's by the time it is read")
 
     def __contains__(self, name: object) -> bool:
         return name in self._header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import weakref
@@ -107,7 +108,8 @@ class DiskStore:
         rest = memoryview(array)
         while rest:
             done = os.preadv(self._file, [rest], start)
-            assert done > 0, "the file holds what was written"
+            if done <= 0:
+                raise OSError(errno.EIO, "a file of offloaded tensors ends before what was written to it")
             start, rest = start + done, rest[done:]
 
 

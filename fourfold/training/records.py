@@ -29,7 +29,7 @@ def flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Source], dict[st
 def restore_optimizer(tensors: Mapping[str, Source], record: dict[str, Any]) -> dict[str, Any]:
     """The `state_dict` that `flatten_optimizer` took apart, every type as it was: for `load_state_dict`.
 
-    torch's own optimizers take tensors only, those of fourfold.memory.optimizers also what is `Unread`.
+    For torch's own optimizers the tensors must be read; `States` of fourfold.memory.optimizers reads what is `Unread`.
     """
     return {
         "state": {key: _unflatten(entry, tensors) for key, entry in record["state"]},

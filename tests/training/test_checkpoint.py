@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import RunFailed
+from fourfold.tensor_files import Unread
 from fourfold.training.checkpoint import (
     CheckpointStore,
     Schema,
@@ -325,3 +326,19 @@ def test_tied_strided_and_empty_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in group.items())
     with pytest.raises(ValueError, match="no tensors 'critic'; allowed: actor"):
         checkpoint.tensors("critic")
+
+
+def test_numbers_that_cannot_be_read_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    """Where moments are parked another disk fails; the checkpoint before is intact."""
+
+    def fails() -> torch.Tensor:
+        raise OSError(5, "Input/output error")
+
+    store = CheckpointStore(tmp_path, 1)
+    save(store, 1)
+    away = Unread(torch.float32, torch.Size([2]), fails)
+    with pytest.raises(
+        RunFailed, match=r"save: moments could not be read from where it is parked or offloaded: .*error"
+    ):
+        store.save(2, {"optimizer": {"moments": away}}, {})
+    assert_is(CheckpointStore(tmp_path, 1).latest(), 1)
