@@ -187,12 +187,6 @@ REFUSED = [
         [*PARTS, "reward.weights=sampled", "reward.parts.kind.weight=-1.0"],
         "reward.parts.kind.weight: given -1.0 beside reward.weights = 'sampled', whose mean it is",
     ),
-    (["sft.tell_weights=true"], "sft.tell_weights: given true, but prompts are told of no weights"),
-    ([*PARTS, "sft.tell_weights=true"], "sft.tell_weights: given true, but prompts are told of no weights"),
-    (
-        [*PARTS, "reward.weights=sampled", "sft.tell_weights=true", "reward.parts.x={source = 'model', model = 'm'}"],
-        "sft.tell_weights: given true, but reward.parts.x cannot score the texts of the stage sft",
-    ),
     (["data.texts.columns.txt=review"], "data.texts.columns: given txt; allowed on the left: text, prompt"),
     (["data.texts.path=''"], "data.texts.path: given an empty text"),
     (["output=''"], "output: given an empty text"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fourfold.config import ConfigError
 from fourfold.data.told_weights import ToldText, ToldWeights, given_tokens
 from fourfold.errors import RunFailed
 from fourfold.models.loading import load_base
@@ -20,7 +21,8 @@ from fourfold.training.inputs import encode_inputs, read_records
 from fourfold.training.supervised import fill_cache, mean_nll, nll_sum
 from fourfold.training.texts import TextCache
 from fourfold.training.told_texts import tell_texts
-from training.runs import SHARINGS, Tree, make_config, merged, run, settings
+from tiny import tiny_classifier
+from training.runs import SHARINGS, Tree, by_function, make_config, merged, run, settings
 from training.test_combined_runs import by_parts
 from training.test_conflicting_rewards import parts_of
 
@@ -185,3 +187,13 @@ def test_weights_take_their_room_from_the_texts(tmp_path: Path) -> None:
     assert any("limit 3, truncation 'drop': 1 too long" in line for line in said), said
     with pytest.raises(ValueError, match=r"data\.max_text_tokens: given 9, of which the weights in front take up to"):
         inputs_of(told_tree(tmp_path, ["aa"], {"data": {"max_text_tokens": 9}}))
+
+
+def test_texts_are_told_where_prompts_are_and_parts_can_read_them(tmp_path: Path) -> None:
+    tree = told_tree(tmp_path, ["aa"], {})
+    for change in ({"reward": {"weights": "fixed"}}, by_function("pays_by_hash")):
+        with pytest.raises(ConfigError, match=r"sft\.tell_weights: given true, but prompts are told of no weights"):
+            make_config(merged(tree, {**change, "stages": ["sft", "ppo"], "data": tree["data"]}))
+    judge = {"source": "model", "model": str(tiny_classifier(tmp_path / "judge"))}
+    with pytest.raises(ConfigError, match=r"reward\.parts\.judge cannot score the texts of the stage sft: models"):
+        make_config(merged(tree, {"reward": {"parts": {"judge": judge}}}))
