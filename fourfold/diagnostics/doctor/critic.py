@@ -331,9 +331,10 @@ DIAGNOSES = (
         "The critic is no good and gets no better.",
         f"explained_variance of the rows: a = its level in the last third of the steps, b = a less that of the first "
         f"third. The smaller of the confidences that a < {EXPLAINED} and that b < {GAIN}. 9 steps are needed.",
-        "As of variance; where the critic learns as fast as the actor, lower `trunk.lr_scale` if the trunk has "
-        "drifted, else raise `trunk.branch_layers` above a trunk. (`sampling.responses_per_prompt`, "
-        "`critic.learning_rate`, `critic.warmup_rollouts`, `ppo.rollout_batch_size`)",
+        "Where responses to one prompt differ as much as values are off, raise `sampling.responses_per_prompt`; where "
+        "the critic learns as fast as the actor, lower `trunk.lr_scale` if the trunk has drifted, else raise "
+        "`trunk.branch_layers` above a trunk; else raise `critic.learning_rate`, `critic.warmup_rollouts` or "
+        "`ppo.rollout_batch_size`.",
         plateau,
     ),
     Diagnosis(
