@@ -190,7 +190,10 @@ def test_remedies_are_settings_of_other_runs_too(tmp_path: Path, name: str) -> N
 
 def test_a_remedy_that_the_settings_refuse_is_noticed(healthy_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Finding("", 1.0, "critic.layers = 99; critic.model = 'x'  # nonsense", (1, 1))
-    false = replace(DIAGNOSES[0], judge=lambda records: wrong)
+    false = replace(DIAGNOSES[0], judge=lambda records: wrong, remedy="Set `critic.layers` and `critic.model`.")
     monkeypatch.setattr(patients, "DIAGNOSES", (*DIAGNOSES, false))
     [refused] = patients.refused_remedies(healthy_run, patient(healthy_run.parent))
     assert "critic.layers" in refused
+    monkeypatch.setattr(patients, "DIAGNOSES", (replace(false, remedy="Set `critic.layers`."),))
+    with pytest.raises(AssertionError, match=r"critic\.model"):
+        patients.refused_remedies(healthy_run, patient(healthy_run.parent))
