@@ -84,6 +84,7 @@ MORE = (
     ),
     Subject("bfloat16 over a trunk", {"precision.compute": "bfloat16"}, "bounded", {"sharing.mode": "trunk"}),
     Subject("float16 over a trunk", {"precision.compute": "float16"}, "bounded", {"sharing.mode": "trunk"}),
+    Subject("bfloat16 critic over a trunk", {"precision.critic": "bfloat16"}, "bounded", {"sharing.mode": "trunk"}),
     Subject("micro-batches of 4", {"ppo.micro_batch_size": 4}, "bounded"),
     Subject("park reference and reward", {"reference.residency": "park", "reward.residency": "park"}),
     Subject("stream reference and reward", {"reference.residency": "stream", "reward.residency": "stream"}),
