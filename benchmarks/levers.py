@@ -133,9 +133,11 @@ def model_of(given: str) -> str:
     """A model of random weights is made where one is asked for, once."""
     if not given.startswith(RANDOM):
         return given
-    from benchmarks.planner_models import make_model
+    from benchmarks.planner_models import SHAPES, make_model
 
     name = given.removeprefix(RANDOM)
+    if name not in SHAPES:
+        raise ValueError(f"--model {given}: allowed: {', '.join(RANDOM + each for each in SHAPES)}")
     return str(make_model(name, CACHE.expanduser() / f"random-{name}"))
 
 
@@ -161,6 +163,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="on a GPU, of products")
     own, rest = parser.parse_known_args(arguments)
+    if own.device == "cpu" and own.dtype != "float32":
+        parser.error(f"--dtype {own.dtype}: rows of a CPU stand on float32; allowed beside --device cuda")
     absent = {each.name for each in LEVERS if each.package and importlib.util.find_spec(each.package) is None}
     chosen = [each for each in SUBJECTS if (each.name in own.lever if own.lever else each.name not in absent)]
     here = [each for each in chosen if _runs_on(each, own.device)]
@@ -181,7 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sides = {
         side.name: placed(side, args.device, args.dtype) for each in subjects for side in (each.without, each.having)
     }
-    started = argparse.Namespace(**{**vars(args), "model": model_of(args.model)})
+    try:
+        started = argparse.Namespace(**{**vars(args), "model": model_of(args.model)})
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     reports = {name: runs for name, runs in measure(started, list(sides.values()), keep_going=True).items() if runs}
     failed = [each.name for each in subjects if each.name not in reports or each.without.name not in reports]
     subjects = [each for each in subjects if each.name not in failed]

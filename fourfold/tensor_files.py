@@ -6,7 +6,6 @@ eight bytes with the length of a header, the header as JSON padded to a multiple
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -15,13 +14,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from fourfold.errors import RunFailed
 
 # The names of the format.
 _NAMES = {
@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> None:
     """A new file, durable when this returns; of what is unread or on a GPU one tensor at a time is in memory.
 
     A tensor that cannot be stored is a ValueError before anything is written; a full disk an OSError with the file's
-    name.
+    name; numbers that cannot be read from where they lie a RunFailed.
     """
     # As the library orders them: the widest first, so that each begins at a multiple of its width.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -76,38 +76,30 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> None:
         header[name] = {"dtype": _NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with _errors_of(path):
-        file = open(path, "xb")  # noqa: SIM115 - closed below, where errors of reading a source are told apart
     try:
-        with _errors_of(path):
+        with open(path, "xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            _write(file, path, name, tensors[name])
-        with _errors_of(path):
+            for name in names:
+                file.write(_bytes_of(name, tensors[name]))
             file.flush()
             os.fsync(file.fileno())
-    finally:
-        with _errors_of(path):
-            file.close()
-
-
-@contextlib.contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """Errors of write, fsync and close do not say which file they are about."""
-    try:
-        yield
     except OSError as error:
+        # Errors of write and fsync do not say which file they are about.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write(file: BufferedWriter, path: Path, name: str, source: Source) -> None:
-    """One tensor, of which nothing is left in memory after it."""
-    numbers = read(source)
+def _bytes_of(name: str, source: Source) -> memoryview:
+    try:
+        numbers = read(source)
+    except OSError as error:  # of another file: this one's disk is not to blame
+        raise RunFailed(
+            f"save: tensor {name!r} could not be read from where it is parked or offloaded: {error}; what was saved "
+            "before is intact; look at the disk of the run's folder, and give the same command again"
+        ) from error
     if (numbers.dtype, numbers.shape) != (source.dtype, source.shape):  # the header is written by then
         raise RuntimeError(f"tensor {name!r} is {numbers.dtype} {tuple(numbers.shape)}, and said to be another")
     array: Any = numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    with _errors_of(path):
-        file.write(memoryview(array))
+    return memoryview(array)
 
 
 class TensorFile(Mapping[str, Tensor]):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fourfold.errors import RunFailed
 from fourfold.tensor_files import Source, TensorFile, Unread, read, size_of, write_tensors
 
 DTYPES = [
@@ -159,7 +160,7 @@ def test_an_error_of_a_source_is_not_taken_for_one_of_the_file(tmp_path: Path) -
     def fails() -> Tensor:
         raise OSError(5, "Input/output error", "/below")
 
-    with pytest.raises(OSError, match="/below"):
+    with pytest.raises(RunFailed, match=r"tensor 'a' could not be read from where it is parked .*/below"):
         write_tensors(tmp_path / "file", {"a": Unread(torch.float32, torch.Size([2]), fails)})
 
 

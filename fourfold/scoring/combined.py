@@ -28,13 +28,13 @@ class RewardPart:
     source: RewardSource
     on_failure: Literal["stop", "drop"]
 
-    def require(self, valid: Bool[Tensor, "batch"]) -> None:
-        """RunFailed where the settings want the run to stop at rows that are not valid."""
+    def require(self, valid: Bool[Tensor, "batch"], *, phase: str = "score", rows: str = "responses") -> None:
+        """RunFailed where the settings want the run to stop at rows that are not valid; `rows` are what they are."""
         failed = int((~valid).sum())
         if failed and self.on_failure == "stop":
             key = f"reward.parts.{self.name}"
             raise RunFailed(
-                f"score: {key}: {failed} of {len(valid)} responses got no valid score (None, NaN or infinite); mend "
+                f"{phase}: {key}: {failed} of {len(valid)} {rows} got no valid score (None, NaN or infinite); mend "
                 f'that part, or set {key}.on_failure = "drop"',
                 blamed=key,
             )

@@ -23,11 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fourfold.errors import RunFailed
 from fourfold.files import sync, write_atomically, write_durably
-from fourfold.tensor_files import Source, TensorFile, Unread, size_of, write_tensors
+from fourfold.tensor_files import Source, TensorFile, size_of, write_tensors
 from fourfold.training.records import flatten_optimizer, restore_optimizer, restore_rng, rng_state
 
 __all__ = [
@@ -211,7 +209,7 @@ class CheckpointStore:
     ) -> None:
         partial.mkdir()
         for name, group in tensors.items():
-            write_tensors(partial / f"{name}.safetensors", {key: _readable(key, each) for key, each in group.items()})
+            write_tensors(partial / f"{name}.safetensors", group)
         write_durably(partial / "state.json", state)
         files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
         manifest = {"schema_version": self._schema.version, "step": step, "best": is_best, "files": files}
@@ -303,23 +301,6 @@ def _state_text(state: dict[str, Any]) -> str:
             "state: comes back changed from JSON; allowed: dicts with text keys, lists, numbers, texts, None"
         )
     return text
-
-
-def _readable(name: str, source: Source) -> Source:
-    """A source whose errors are not those of the checkpoint's own disk."""
-    if not isinstance(source, Unread):
-        return source
-
-    def bring() -> Tensor:
-        try:
-            return source.read()
-        except OSError as error:
-            raise RunFailed(
-                f"save: {name} could not be read from where it is parked or offloaded: {error}; the checkpoints before "
-                "are intact; look at the disk of the run's folder, and give the same command again"
-            ) from error
-
-    return Unread(source.dtype, source.shape, bring)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

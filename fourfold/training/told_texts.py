@@ -20,6 +20,7 @@ from fourfold.data.told_weights import PARTS_OF_ONE, Tenths, ToldWeights
 from fourfold.diagnostics.progress import stage_progress
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
+from fourfold.scoring.combined import RewardPart
 from fourfold.training.folder import RunFolder
 from fourfold.training.inputs import Inputs
 from fourfold.training.reward_sources import text_source
@@ -100,19 +101,13 @@ def _scores(config: RunConfig, base: Base, texts: Texts) -> Scores:
     at_once = config.ppo.rollout_batch_size
     columns = []
     with stage_progress("sft: scores of texts", len(written) * len(config.reward.parts), unit="texts") as progress:
-        for name, part in config.reward.parts.items():
-            source, column = text_source(name, part, base.tokenizer), []
+        for name, section in config.reward.parts.items():
+            source, column = text_source(name, section, base.tokenizer), []
             for start in range(0, len(written), at_once):
                 some = written[start : start + at_once]
                 column += source.numbers([""] * len(some), some)
                 progress.advance(len(some))
             columns.append(torch.tensor(column, dtype=torch.float32))
-            failed = int((~torch.isfinite(columns[-1])).sum())
-            if failed and part.on_failure == "stop":
-                key = f"reward.parts.{name}"
-                raise RunFailed(
-                    f"sft: {key}: {failed} of {len(written)} texts got no valid score (None, NaN or infinite); mend "
-                    f'that part, or set {key}.on_failure = "drop"',
-                    blamed=key,
-                )
+            part = RewardPart(name, section.weight, source, section.on_failure)
+            part.require(torch.isfinite(columns[-1]), phase="sft", rows="texts")
     return torch.stack(columns, dim=1)

@@ -214,6 +214,11 @@ def test_each_kind_of_device_measures_what_runs_there(
     with pytest.raises(SystemExit):
         parse(["--lever", "paged_adamw"])
     assert "--lever 'paged_adamw' runs on another kind of device than --device cpu" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["--dtype", "bfloat16"])
+    assert "--dtype bfloat16: rows of a CPU stand on float32" in capsys.readouterr().err
+    assert main(["--lever", "park reference", "--model", "random:9b", "--dry"]) == 2
+    assert "--model random:9b: allowed: random:smollm2-135m, " in capsys.readouterr().err
     side = placed(EXACT.having, "cuda", "bfloat16")
     assert side.dtype == "bfloat16" and side.arguments[-2:] == ("--device", "cuda")
 

@@ -25,14 +25,19 @@ def saved(folder: Path, policy: Policy, adam: Any) -> CheckpointStore:
     return store
 
 
+def stepped(folder: Path, residency: str) -> tuple[Any, Policy, Any, int]:
+    """A base, its policy and the policy's optimizer after a step, and bytes of its largest tensor in float32."""
+    base, policy = trained_policy(folder, "llama")
+    adam = optimizer(policy, folder / "below", residency)
+    passes(base, policy, adam, 0)
+    adam.step()
+    return base, policy, adam, 4 * max(p.numel() for p in policy.parameters() if p.requires_grad)
+
+
 @pytest.mark.parametrize("residency", ["park", "offload"])
 def test_saving_holds_one_tensor_of_what_is_away(tmp_path: Path, residency: str) -> None:
     """Counted by live bytes; a state that is kept beside it is not copied at all."""
-    base, policy = trained_policy(tmp_path, "llama")
-    adam = optimizer(policy, tmp_path / "below", residency)
-    passes(base, policy, adam, 0)
-    adam.step()
-    largest = 4 * max(p.numel() for p in policy.parameters() if p.requires_grad)
+    _, policy, adam, largest = stepped(tmp_path, residency)
     away = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     with LiveTensors() as live:
         before = live.bytes
@@ -44,16 +49,12 @@ def test_saving_holds_one_tensor_of_what_is_away(tmp_path: Path, residency: str)
 @pytest.mark.parametrize("residency", ["park", "offload"])
 def test_resuming_holds_one_tensor_of_what_is_away(tmp_path: Path, residency: str) -> None:
     """Role and states; a tensor of the file, and where it is a master's what the device gets of it."""
-    base, policy = trained_policy(tmp_path, "llama")
-    adam = optimizer(policy, tmp_path / "below", residency)
-    passes(base, policy, adam, 0)
-    adam.step()
+    base, policy, adam, largest = stepped(tmp_path, residency)
     expected = weights_of(policy)
     found = saved(tmp_path / "checkpoints", policy, adam).latest()
     assert found is not None
     passes(base, policy, adam, 1)
     adam.step()
-    largest = 4 * max(p.numel() for p in policy.parameters() if p.requires_grad)
     with LiveTensors() as live:
         before = live.bytes
         load_own_tensors(policy, found.tensors("role").unread(), shares_head=False)

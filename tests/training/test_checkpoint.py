@@ -337,8 +337,6 @@ def test_numbers_that_cannot_be_read_are_not_taken_for_a_full_disk(tmp_path: Pat
     store = CheckpointStore(tmp_path, 1)
     save(store, 1)
     away = Unread(torch.float32, torch.Size([2]), fails)
-    with pytest.raises(
-        RunFailed, match=r"save: moments could not be read from where it is parked or offloaded: .*error"
-    ):
+    with pytest.raises(RunFailed, match=r"save: tensor 'moments' could not be read from where it is"):
         store.save(2, {"optimizer": {"moments": away}}, {})
     assert_is(CheckpointStore(tmp_path, 1).latest(), 1)

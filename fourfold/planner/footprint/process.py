@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fourfold.planner.bill import MOMENTS, Item, Moment
-from fourfold.planner.footprint.held import trained, weights
+from fourfold.planner.footprint.held import SMALL_8BIT, trained, weights
 from fourfold.planner.footprint.roles import Cast, Role, part_bytes
 from fourfold.planner.quantization import QUANTIZED
 from fourfold.planner.scene import WIDTHS, Scene
@@ -41,9 +41,13 @@ def loading(scene: Scene, cast: Cast) -> Iterator[Item]:
 def saving(scene: Scene, cast: Cast) -> Iterator[Item]:
     """What lies below the device is read for its checksum, or to be written, one tensor at a time."""
     largest = [(_largest_tensor(scene, role), "for the checksum") for role in cast.frozen()]
-    if scene.on_cpu and scene.config.memory.optimizer_residency != "keep":
-        sizes = [size for each in trained(cast) for size, count in each.sizes if count]
-        largest.append((4 * max(sizes, default=0), "to be written"))
+    residency = scene.config.memory.optimizer_residency
+    if scene.on_cpu and residency != "keep":
+        for each in trained(cast):
+            section = scene.config.critic if each.name == "critic" else scene.config.ppo
+            narrow = "8bit" in section.optimizer and residency == "park"  # an offloaded one has float32 masters beside
+            numbers = max((size for size, count in each.sizes if count), default=0)
+            largest.append((numbers if narrow and numbers >= SMALL_8BIT else 4 * numbers, "to be written"))
     most, purpose = max(largest, default=(0, ""))
     yield Item("run", "buffers", most, frozenset({Moment("save")}), why=f"the largest parked tensor, read {purpose}")
 
