@@ -22,7 +22,9 @@ from benchmarks.results import ROOT, Figure, Result, commit, hardware, today, ve
 from fourfold.config.schema import ModelSection, RunConfig
 from fourfold.memory.budget import keep_few_kernels
 from fourfold.models.loading import Base, load_base, load_causal_lm
-from fourfold.models.one_token import one_token_of
+from fourfold.models.packed import passes_for_decoding
+from fourfold.models.roles import freeze
+from fourfold.models.slot_pass import pass_agrees
 from fourfold.rollout.decoder import Decoder, SamplingSettings
 from fourfold.rollout.sampler import PromptBatch, row_seed
 
@@ -62,7 +64,8 @@ class Sides:
         base = replace(self.base, eos_ids=frozenset(self.ends(case)))
         settings = SamplingSettings(self.new_tokens, 1.0)
         started = self.clock()
-        drawn = Decoder(base, base.policy, settings, prompts, case.slots, self.steps.get).run()
+        with passes_for_decoding(base.policy, base.trunk, self.agree.__getitem__) as passes:
+            drawn = Decoder(base, base.policy, settings, prompts, case.slots, passes).run()
         return self.clock() - started, int(drawn.lengths.sum())
 
     def transformers(self, case: Case, prompts: PromptBatch) -> tuple[float, int]:
@@ -93,7 +96,7 @@ class Sides:
 
     def __post_init__(self) -> None:
         assert self.base.trunk is not None
-        self.steps = {part: one_token_of(part) for part in (self.base.trunk, self.base.policy.branch)}
+        self.agree = {part: pass_agrees(part) for part in (self.base.trunk, self.base.policy.branch)}
 
 
 def load(path: str, cache: str, compute: str, new_tokens: int, clock: Callable[[], float]) -> Sides:
@@ -110,7 +113,9 @@ def load(path: str, cache: str, compute: str, new_tokens: int, clock: Callable[[
         }
     )
     model, _ = load_causal_lm(path, Path(cache).expanduser(), getattr(torch, compute))
-    return Sides(load_base(config), model.eval(), new_tokens, clock)
+    base = load_base(config)
+    freeze(base.policy, with_language_head=False)  # as the sampler's copy of what is trained is
+    return Sides(base, model.eval(), new_tokens, clock)
 
 
 def batch(base: Base, rows: int) -> PromptBatch:

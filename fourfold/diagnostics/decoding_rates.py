@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from fourfold.models.one_token import LlamaStep
-from fourfold.models.products import linear_few_rows, prepare_for_decoding
+from fourfold.models.products import is_packable, linear_few_rows, linear_packed, packed, prepare_for_decoding
 from fourfold.models.slot_cache import Places, SlotCache
+from fourfold.models.slot_pass import LlamaPass
 from fourfold.models.split import cut_whole
 from fourfold.planner.hardware.machine import LAYER_STEP_HIDDEN
 
@@ -32,11 +32,14 @@ def product_rates(dtype: torch.dtype, weight_bytes: int, best: Best) -> tuple[tu
     inputs, outputs = DECODED
     count = math.ceil(weight_bytes / (4 * inputs * outputs))
     weights = [torch.full((outputs, inputs), 0.5, dtype=dtype) for _ in range(count)]
+    multiply = linear_few_rows
+    if is_packable(weights[0], dtype):
+        weights, multiply = [packed(weight) for weight in weights], linear_packed
 
     @torch.inference_mode()
     def step(x: torch.Tensor) -> None:
         for weight in weights:
-            linear_few_rows(x, weight, None)
+            multiply(x, weight, None)
 
     work = {rows: partial(step, torch.full((rows, inputs), 0.5, dtype=dtype)) for rows in FEW_ROWS}
     return tuple((rows, 2 * rows * inputs * outputs * count / best(each)) for rows, each in work.items())
@@ -54,7 +57,7 @@ def step_seconds(rates: Mapping[int, float], best: Best) -> tuple[tuple[int, flo
     model = LlamaForCausalLM(config).eval()
     part = cut_whole(model, torch.float32)
     prepare_for_decoding(part)
-    step = LlamaStep(part)
+    step = LlamaPass(part)
     matrices = sum(module.weight.numel() for module in part.layers[0].modules() if isinstance(module, nn.Linear))
     found = []
     for rows in STEP_ROWS:

@@ -22,7 +22,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self.bytes = 0
         self.peak_bytes = 0
 
@@ -47,12 +47,16 @@ class LiveTensors(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> None:
+        if tensor.is_mkldnn:  # oneDNN's own bytes, which are no storage
+            return self._count(tensor, id(tensor), tensor.numel() * tensor.element_size())
         if tensor.device.type == "meta" or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
             return  # a wrapper (torchao's) has a size and no bytes; the tensors inside are seen by themselves
         storage = tensor.untyped_storage()
-        size, key = storage.nbytes(), storage._cdata
+        self._count(storage, storage._cdata, storage.nbytes())
+
+    def _count(self, thing: Tensor | torch.UntypedStorage, key: int, size: int) -> None:
         if size and key not in self._alive:
-            self._alive[key] = weakref.ref(storage, partial(self._gone, key, size))
+            self._alive[key] = weakref.ref(thing, partial(self._gone, key, size))
             self.bytes += size
             self.peak_bytes = max(self.peak_bytes, self.bytes)
 

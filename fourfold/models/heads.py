@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fourfold.algorithms.log_probs import CHUNK_TOKENS, Entropy, fused_full_kl, fused_log_probs
 from fourfold.algorithms.products import product_dtype
 from fourfold.memory.budget import Budget
-from fourfold.models.products import linear_few_rows, linear_in_pieces
+from fourfold.models.products import linear_few_rows, linear_in_pieces, linear_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +31,7 @@ class LanguageHead(nn.Module):
         # A product in pieces need not be bit-equal to one over the whole vocabulary, so all roles take the same way: it
         # is theirs where the head that they share is held in fewer bytes than they compute in.
         self.widened_in_pieces = False
+        self.packed: Tensor | None = None  # while a rollout is drawn: a copy of the weight (models/packed.py)
 
     @classmethod
     def of(cls, model: PreTrainedModel, budget: Budget | None = None) -> LanguageHead:
@@ -41,7 +42,9 @@ class LanguageHead(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows hidden"], compute_dtype: torch.dtype) -> Float32[Tensor, "rows vocab"]:
         """Float32 logits of a few positions (sampling); training uses `log_probs`."""
         bias = None if self.bias is None else self.bias.to(compute_dtype)
-        if self.widened_in_pieces or product_dtype(hidden.device.type, compute_dtype) != compute_dtype:
+        if self.packed is not None:
+            out = linear_packed(hidden.to(compute_dtype), self.packed, bias).float()
+        elif self.widened_in_pieces or product_dtype(hidden.device.type, compute_dtype) != compute_dtype:
             out = linear_in_pieces(hidden.to(compute_dtype), self.weight, bias).float()
         else:
             out = linear_few_rows(hidden.to(compute_dtype), self.weight.to(compute_dtype), bias).float()

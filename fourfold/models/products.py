@@ -15,6 +15,8 @@ from fourfold.models.adapters import is_adapter
 # Up to this many rows oneDNN beats MKL in float32 (AMD EPYC, one loaded core, all products of a 135M model's step: 57
 # against 88 ms for 16 rows and 109 against 218 for 64); without oneDNN W @ x^T beats x @ W^T where MKL is alone.
 FEW_ROWS = 64
+# Rows that a packed weight's layout is chosen for; others are multiplied as well.
+PACKED_ROWS = 16
 # Rows of a weight over the vocabulary that are widened at once.
 WIDENED_ROWS = 8192
 
@@ -44,7 +46,7 @@ def _few_rows_widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return linear_packed(x, weight, bias)  # packs it itself
     out = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous()
     if bias is not None:
         out += bias
@@ -57,6 +59,25 @@ def linear_in_pieces(
     """As `linear_few_rows`, with some rows of a narrower weight in the type of `x` at a time."""
     out = torch.cat([linear_few_rows(x, piece.to(x.dtype), None) for piece in weight.split(WIDENED_ROWS)], dim=-1)
     return out if bias is None else out + bias
+
+
+def is_packable(weight: Tensor, compute_dtype: torch.dtype) -> bool:
+    """Whether products with a frozen weight can be made with it `packed`, and are the same bit for bit then."""
+    half = weight.dtype == compute_dtype != torch.float32
+    here = weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return here and half and not weight.requires_grad and product_dtype("cpu", weight.dtype) == weight.dtype
+
+
+def packed(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
+    """A copy of a weight in the layout that oneDNN multiplies by; `to_dense` gives the numbers back."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+
+def linear_packed(
+    x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None
+) -> Float[Tensor, "*rows outputs"]:
+    """x W^T + b with a `packed` weight of the type of `x`, without gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class FewRowsLinear(nn.Linear):

@@ -38,12 +38,12 @@ class Places:
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
-# A faster way to take one token a row through a part (models/one_token.py): inputs [rows, 1, ...] to [rows, 1, hidden].
-OneToken = Callable[[Tensor, "SlotCache"], Tensor]
+# A faster way to take tokens through a part (models/slot_pass.py): inputs [rows, time, ...] to [rows, time, hidden].
+SlotPass = Callable[[Tensor, "SlotCache"], Tensor]
 
 
 class SlotCache:
-    """The cache of a part, as transformers' attention layers and `OneToken` write and read it.
+    """The cache of a part, as transformers' attention layers and `SlotPass` write and read it.
 
     With `keys_by_column` the numbers of one feature lie side by side for all columns, which is how products of a few
     queries with many keys read them fastest on a CPU; shapes are the same.
@@ -53,12 +53,12 @@ class SlotCache:
     values: Tensor
 
     def __init__(
-        self, layers: int, slots: int, capacity: int, *, keys_by_column: bool = False, one_token: OneToken | None = None
+        self, layers: int, slots: int, capacity: int, *, keys_by_column: bool = False, slot_pass: SlotPass | None = None
     ) -> None:
         self._layers, self._slots, self._capacity = layers, slots, capacity
         self._keys_by_column = keys_by_column
         self._made = False
-        self.one_token = one_token
+        self.slot_pass = slot_pass
         self.at(Places(slice(0, 0), torch.empty(0, 1, dtype=torch.int64), 0))
 
     def at(self, places: Places) -> SlotCache:

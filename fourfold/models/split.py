@@ -110,9 +110,7 @@ class Part(nn.Module):
         half = self.compute_dtype != torch.float32
         with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
             if cache is not None:
-                if cache.one_token is not None and inputs.shape[1] == 1:
-                    return cache.one_token(inputs, cache)
-                return self._above(inputs, cache)
+                return self._above(inputs, cache) if cache.slot_pass is None else cache.slot_pass(inputs, cache)
             assert attention_mask is not None
             if positions is None:
                 positions = position_ids(attention_mask)

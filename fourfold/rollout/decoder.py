@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fourfold.errors import RunFailed
 from fourfold.models.loading import Base
-from fourfold.models.one_token import one_token_of
 from fourfold.models.roles import Policy
-from fourfold.models.slot_cache import OneToken, Places, SlotCache
+from fourfold.models.slot_cache import Places, SlotCache, SlotPass
+from fourfold.models.slot_pass import slot_pass_of
 from fourfold.models.split import Part
 from fourfold.rollout.draw import draw_tokens, row_uniforms
 from fourfold.rollout.sampler import PromptBatch
@@ -75,7 +75,7 @@ class Decoder:
         settings: SamplingSettings,
         prompts: PromptBatch,
         slots: int,
-        one_token: Callable[[Part], OneToken | None] = one_token_of,
+        slot_pass: Callable[[Part], SlotPass | None] = slot_pass_of,
         finished: Callable[[Drawn, Sequence[int]], None] = lambda drawn, rows: None,
     ) -> None:
         self._base, self._policy, self._settings = base, policy, settings
@@ -90,7 +90,7 @@ class Decoder:
         capacity = self.drawn.width + limit
         self._caches = {
             part: SlotCache(
-                part.num_layers, slots, capacity, keys_by_column=device.type == "cpu", one_token=one_token(part)
+                part.num_layers, slots, capacity, keys_by_column=device.type == "cpu", slot_pass=slot_pass(part)
             )
             for part in (self._trunk, policy.branch)
             if part is not None

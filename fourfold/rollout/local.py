@@ -21,9 +21,9 @@ from fourfold.memory.offload import absent
 from fourfold.models.adapters import is_adapted
 from fourfold.models.loading import Base
 from fourfold.models.micro_batches import by_length, micro_batch, tokens_of
-from fourfold.models.one_token import LlamaStep, step_agrees
+from fourfold.models.packed import passes_for_decoding
 from fourfold.models.roles import Activations, Policy, copy_policy, freeze
-from fourfold.models.slot_cache import OneToken
+from fourfold.models.slot_pass import pass_agrees
 from fourfold.models.split import Part
 from fourfold.models.trunk import copy_trunk
 from fourfold.rollout.decoder import Decoder, Drawn, SamplingSettings
@@ -61,6 +61,7 @@ class LocalSampler:
         rows = len(prompts.tokens)
         _require_finite(self._policy)
         policy, settings = self._current_policy(), self._settings.limited(prompts)
+        trunk = policy.trunk or self._base.trunk
 
         def decode(slots: int) -> tuple[Rollout, Activations]:
             if self._listener is not None:
@@ -74,7 +75,8 @@ class LocalSampler:
                     self._tell(drawn, told, prompts, policy_version)
                     told = []
 
-            drawn = Decoder(self._base, policy, settings, prompts, slots, self._one_token, finished).run()
+            with passes_for_decoding(policy, trunk, self._agree) as slot_pass:
+                drawn = Decoder(self._base, policy, settings, prompts, slots, slot_pass, finished).run()
             if self._listener is not None and told:
                 self._tell(drawn, told, prompts, policy_version)
             return self._joined(drawn, range(rows), prompts, policy_version)
@@ -127,11 +129,11 @@ class LocalSampler:
         inputs = rollout.sequences if drawn.activations is None else drawn.activations[chosen, :stop]
         return rollout, Activations(inputs, rollout.attention_mask)
 
-    def _one_token(self, part: Part) -> OneToken | None:
-        """The faster step of a part, tried out when it is first asked for."""
+    def _agree(self, part: Part) -> bool:
+        """Whether the part has a faster pass, tried out when it is first asked for."""
         if part not in self._agrees:
-            self._agrees[part] = step_agrees(part)
-        return LlamaStep(part) if self._agrees[part] else None
+            self._agrees[part] = pass_agrees(part)
+        return self._agrees[part]
 
     def _training_log_probs(self, activations: Activations, rollout: Rollout) -> Tensor:
         found = torch.zeros_like(rollout.sampler_log_probs)

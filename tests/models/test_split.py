@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
-from fourfold.models.one_token import LIKE_LLAMA, one_token_of
 from fourfold.models.slot_cache import Places, SlotCache
+from fourfold.models.slot_pass import LIKE_LLAMA, slot_pass_of
 from fourfold.models.split import LAYOUTS, Part, cut, layout_of, verify_split
 from tiny import FAMILIES, tiny_model
 
@@ -97,10 +97,10 @@ def test_slots_step_by_step_equal_one_pass(name: str, quick: bool, by_column: bo
     model = MODELS[name]()
     expected, parts = whole_hidden(model), halves(model, 1)
     rows = [(IDS[row, MASK[row]], expected[row, MASK[row]]) for row in (0, 1)]
-    steps = [one_token_of(part) if quick else None for part in parts]
+    steps = [slot_pass_of(part) if quick else None for part in parts]
     assert not quick or (steps[1] is not None) == (model.config.model_type in LIKE_LLAMA)
     caches = [
-        SlotCache(part.num_layers, 4, 12, keys_by_column=by_column, one_token=step)
+        SlotCache(part.num_layers, 4, 12, keys_by_column=by_column, slot_pass=step)
         for part, step in zip(parts, steps, strict=True)
     ]
 

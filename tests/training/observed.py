@@ -304,7 +304,7 @@ def sampling_passes(scene: Scene, config: RunConfig) -> int:
     trainer = scene.trainer(config)
     trunk = trainer.models.base.trunk
     assert trunk is not None
-    with counted(type(trunk.body), "forward") as passes:
+    with counted(type(trunk), "forward") as passes:
         trainer.sampler.generate(trainer.prompts.batch(0), policy_version=0)
     return len(passes)
 

@@ -100,11 +100,14 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
         under = replace(cast.trained_trunk, trained=False)
     stages = sampled(role, under, texts)
     again = scored(cast.actor, micro, below_of(cast, cast.actor))
-    both = {f"{texts.rows} rows sampled, {SAID[name]}": kinds for name, kinds in stages.items()}
+    packed = packed_head_bytes(scene, cast.actor, role)
+    both = {
+        f"{texts.rows} rows sampled, {SAID[name]}": _with(kinds, "weights", packed) for name, kinds in stages.items()
+    }
     both |= {f"log-probs of {micro.rows} rows, {SAID.get(name, name)}": kinds for name, kinds in again.items()}
     if cast.trunk is not None and cast.trained_trunk is None:
         cached = trunk_cache(cast.trunk, texts_of(scene))
-        both = {name: _with_cache(kinds, cached) for name, kinds in both.items()}
+        both = {name: _with(kinds, "trunk cache", cached) for name, kinds in both.items()}
     yield from _fullest(scene, "actor", moment, "the actor", both)
     if scene.config.sampling.overlap_scoring:
         rows = texts_of(scene, min(texts.rows, micro.rows))
@@ -116,9 +119,19 @@ def _generate(scene: Scene, cast: Cast) -> Iterator[Item]:
                 yield from _fullest(scene, name, moment, f"{rows.rows} rows beside sampling", beside)
 
 
-def _with_cache(kinds: dict[Kind, Line], size: int) -> dict[Kind, Line]:
-    line = kinds.get("trunk cache", Line(0))
-    return {**kinds, "trunk cache": line._replace(bytes=line.bytes + size)}
+def _with(kinds: dict[Kind, Line], kind: Kind, size: int) -> dict[Kind, Line]:
+    line = kinds.get(kind, Line(0))
+    return {**kinds, kind: line._replace(bytes=line.bytes + size)}
+
+
+def packed_head_bytes(scene: Scene, actor: Role, working: Role) -> int:
+    """Of the copy of the language head that a CPU multiplies by while tokens are drawn (models/packed.py)."""
+    head, narrowed = working.head, actor.form.matrices != 4  # what is trained without masters here is not packed
+    if head is None or not scene.on_cpu or not scene.cluster.device.multiplies(scene.compute):
+        return 0
+    if head.product == 4 or head.width != head.product or (actor.head is not None and actor.head.trained and narrowed):
+        return 0
+    return head.numbers * head.product
 
 
 def _one_after_the_other(cast: Cast, roles: Sequence[Role], texts: Texts) -> Stages:

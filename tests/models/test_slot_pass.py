@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.models import one_token
-from fourfold.models.one_token import attend, one_token_of
+from fourfold.models import slot_pass
 from fourfold.models.slot_cache import Places, SlotCache
+from fourfold.models.slot_pass import attend, slot_pass_of
 from fourfold.models.split import cut
 from tiny import tiny_model
 
@@ -28,16 +28,16 @@ def step_by(part: Any, cache: SlotCache) -> Tensor:
 
 def test_a_step_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     part = cut(tiny_model("llama"), 0, 2, compute_dtype=torch.float32)
-    assert one_token_of(part) is not None
-    monkeypatch.setattr(one_token, "_rotated", lambda x, cos, sin: x)
-    assert one_token_of(part) is None
+    assert slot_pass_of(part) is not None
+    monkeypatch.setattr(slot_pass._Rotary, "__call__", lambda self, x: x)
+    assert slot_pass_of(part) is None
 
 
 def test_weights_that_are_not_finite_are_left_to_the_library() -> None:
     part = cut(tiny_model("llama"), 0, 2, compute_dtype=torch.float32)
     with torch.no_grad():
         part.layers[1].get_parameter("self_attn.o_proj.weight")[0, 0] = torch.nan
-    assert one_token_of(part) is None
+    assert slot_pass_of(part) is None
 
 
 @torch.no_grad()
@@ -55,12 +55,12 @@ def test_hooks_of_the_layers_are_called_as_the_layers_call_them() -> None:
     for number, layer in enumerate(part.layers):
         layer.register_forward_pre_hook(before(number))
         layer.register_forward_hook(after(number))
-    step = one_token_of(part)
+    step = slot_pass_of(part)
     assert step is not None
     found = {}
     for name, quick in (("library", None), ("step", step)):
         seen.clear()
-        step_by(part, SlotCache(2, 2, 4, one_token=quick))
+        step_by(part, SlotCache(2, 2, 4, slot_pass=quick))
         found[name] = seen[-4:]
     assert [each[:2] for each in found["step"]] == [each[:2] for each in found["library"]]
     for (_, _, ours), (_, _, theirs) in zip(found["step"], found["library"], strict=True):
@@ -105,4 +105,4 @@ def test_attention_is_the_weighted_sum(rows: int, heads: int, group: int, length
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_step_is_taken(dtype: torch.dtype) -> None:
     model: Any = tiny_model("llama")
-    assert one_token_of(cut(model.to("cuda", dtype), 0, 2, compute_dtype=dtype)) is not None
+    assert slot_pass_of(cut(model.to("cuda", dtype), 0, 2, compute_dtype=dtype)) is not None
