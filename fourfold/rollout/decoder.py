@@ -2,7 +2,9 @@
 
 Active rows are in the first slots. A step draws a token for each of them and takes it through the trunk at once, the
 last one of a row too, whose state only the reward model looks at. Rows that wait are taken up when the slots without a
-row have cost as much as a step does: their prompts are a pass of their own, which reads all weights as a step does.
+row have cost as much as a step does: their prompts are a pass of their own, which reads all weights as a step does. A
+row that differs from the one before it in the last token of its prompt at most does not wait: that token goes through
+the trunk with the next step of the others.
 """
 
 from __future__ import annotations
@@ -101,20 +103,25 @@ class Decoder:
         # Of the active rows, slot by slot: which they are, how many tokens they have drawn, and the branch's input.
         self._rows: list[int] = []
         self._drawn: list[int] = []
+        self._joining: list[int] = []  # rows in the slots after those, whose last prompt token the next step takes
         self._inputs = torch.empty(0, device=device)
 
     def run(self) -> Drawn:
         """Decode until every row has ended or reached the limit."""
-        self._take_up()
+        self._take_up(self._slots)
         while self._rows:
             ended = self._draw(self._through(self._policy.branch, self._inputs, self._step_places()))
-            self._drawn = [count + 1 for count in self._drawn]
+            self._drawn = [*(count + 1 for count in self._drawn), *[0] * len(self._joining)]
+            self._rows, self._joining = [*self._rows, *self._joining], []
             self._inputs = self._trunk_step()
             if any(ended):
                 self._retire([slot for slot, has in enumerate(ended) if has])
-            self._idle += self._slots - len(self._rows)
-            if self._waiting < len(self._prompts) and (self._idle >= self._slots or not self._rows):
-                self._take_up()
+            free = self._slots - len(self._rows)
+            self._idle += free
+            if self._waiting < len(self._prompts):
+                ready = free if self._idle >= self._slots or not self._rows else self._one_token_each(free)
+                if ready:
+                    self._take_up(ready)
         self._caches.clear()  # the log-probs need their room
         return self.drawn
 
@@ -195,10 +202,16 @@ class Decoder:
         self._inputs = self._inputs[order]
         self._finished(self.drawn, done)
 
-    def _take_up(self) -> None:
-        """Put waiting rows into the slots without a row; what they share with the row before them is not computed."""
+    def _one_token_each(self, most: int) -> int:
+        """How many of the next rows differ from the one before them in the last token of the prompt at most."""
+        before, waiting = self._prompts[self._waiting - 1][:-1], self._prompts[self._waiting : self._waiting + most]
+        return sum(1 for _ in takewhile(lambda prompt: prompt[:-1] == before, waiting))
+
+    def _take_up(self, most: int) -> None:
+        """Put waiting rows into slots without a row; what they share with the row before them is not computed."""
         first, newest = len(self._rows), self._waiting - 1
-        new = list(range(self._waiting, min(self._waiting + self._slots - first, len(self._prompts))))
+        new = list(range(self._waiting, min(self._waiting + most, len(self._prompts))))
+        joins = first > 0 and self._trunk is not None and self._one_token_each(len(new)) == len(new)
         slots = {row: first + place for place, row in enumerate(new)} | ({newest: self._newest} if newest >= 0 else {})
         # Responses to one prompt are neighbours.
         sources = {self._prompts[newest]: newest} if newest >= 0 else {}
@@ -210,15 +223,20 @@ class Decoder:
         self._share_prompts([row for row in same if sources[self._prompts[row]] == newest], sources, slots)
         if fresh:  # one of which may take the slot of the row before them
             start = self._share_prefix(fresh, newest, slots)
-            found.append(self._prefill(fresh, [start] * len(fresh), self._ends(fresh), slots))
+            if not joins:
+                found.append(self._prefill(fresh, [start] * len(fresh), self._ends(fresh), slots))
         self._share_prompts([row for row in same if sources[self._prompts[row]] != newest], sources, slots)
+        self._waiting, self._newest = self._waiting + len(new), slots[new[-1]]
+        if joins:
+            self._joining = new
+            return
+        self._idle = 0
         if same:
             found.append(self._prefill(same, [end - 1 for end in self._ends(same)], self._ends(same), slots))
         place = {row: i for i, row in enumerate([*fresh, *same])}
         inputs = torch.cat(found)[[place[row] for row in new]]
         self._inputs = torch.cat([self._inputs, inputs]) if first else inputs
         self._rows, self._drawn = [*self._rows, *new], [*self._drawn, *[0] * len(new)]
-        self._waiting, self._newest, self._idle = self._waiting + len(new), slots[new[-1]], 0
 
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [len(self._prompts[row]) for row in rows]

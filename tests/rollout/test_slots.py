@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fourfold.models.loading import Base
 from fourfold.rollout import decoder
@@ -69,13 +70,36 @@ def test_slots_do_not_wait_longer_than_a_step_costs(tmp_path: Path, monkeypatch:
     idle: list[int] = []
     taken_up = decoder.Decoder._take_up
 
-    def watched(self: decoder.Decoder) -> None:
+    def watched(self: decoder.Decoder, most: int) -> None:
         idle.append(self._idle - (self._slots - len(self._rows)))  # before the last step
-        taken_up(self)
+        taken_up(self, most)
 
     monkeypatch.setattr(decoder.Decoder, "_take_up", watched)
     generate(base, random_prompts([4] * 24), batch_size=4)
     assert len(idle) > 6 and max(idle) < 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_with_the_prompt_of_the_one_before_takes_a_slot_at_once_and_no_pass(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of its prompt goes through the trunk with a step of the others."""
+    base = tiny_base(tmp_path / "m", mode=mode, **MANY_EOS)
+    prompts = random_prompts([7], responses_per_prompt=14)
+    full: list[bool] = []
+    draw = decoder.Decoder._draw
+
+    def watched(self: decoder.Decoder, hidden: Tensor) -> list[bool]:
+        full.append(len(self._rows) + len(self._joining) == self._slots or self._waiting == 14)
+        return draw(self, hidden)
+
+    monkeypatch.setattr(decoder.Decoder, "_draw", watched)
+    with forward_shapes(base.trunk or base.policy.branch) as passes:
+        rollout, _ = generate(base, prompts, batch_size=3, score_batch_size=14)
+    assert len(full) > 8 and all(full)
+    steps = [rows for rows, time in passes if time == 1]
+    assert len(steps) == len(full) + (1 if base.trunk else 0), "one pass of the first rows that share the prompt"
+    assert responses(rollout) == alone(base, prompts)
 
 
 @pytest.mark.parametrize("mode", MODES)
