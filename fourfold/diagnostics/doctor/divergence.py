@@ -320,7 +320,8 @@ DIAGNOSES = (
         "The actor moves towards responses that never end: the limit cuts more and more of them, and they are what it "
         "has come to like better than the reference does.",
         f"Last third of the steps: the smallest of the confidences that 1 - eos_share is above {CUT:.0%}, that it has "
-        f"risen by {MORE_CUT:.0%} since the first third, and that kl_k1_truncated_per_token_mean is above {DRIFT} nats.",
+        f"risen by {MORE_CUT:.0%} since the first third, and that kl_k1_truncated_per_token_mean is above {DRIFT} "
+        "nats.",
         "Set `ppo.missing_eos_penalty`, or raise `sampling.max_new_tokens`.",
         truncation_drift,
     ),
