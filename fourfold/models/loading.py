@@ -29,6 +29,7 @@ from fourfold.memory.precision import DTYPES, dtype_of, resolve_compute
 from fourfold.memory.quantization import kind_of, quiet_imports
 from fourfold.models.adapters import adapter_parameters, add_adapters, is_adapted, is_adapter
 from fourfold.models.heads import LanguageHead
+from fourfold.models.packed import can_be_packed
 from fourfold.models.pretrained import no_loading_bar, pretrained, without_weights
 from fourfold.models.products import hold_as, prepare_for_decoding, rounded
 from fourfold.models.quantized import Probe, check_gradients, quantize_checked
@@ -340,6 +341,9 @@ def _hold(config: RunConfig, base: Base) -> None:
         if part is not None:
             prepare_for_decoding(part)
             base.budget.watch(part.layers)
+    if trunk is not None and can_be_packed(trunk):  # its pages in the file would stay resident beside packed weights
+        out_of_the_file(base.policy)
+        out_of_the_file(trunk)
     if adapted:
         add_adapters(branch, config.adapters, seed=config.seed)
         if compute != torch.float32:  # the adapters' matrices are float32 masters, and plain linear layers

@@ -24,7 +24,7 @@ from fourfold.models.heads import LanguageHead
 from fourfold.models.products import FewRowsLinear, is_packable, linear_packed, packed
 from fourfold.models.roles import Policy
 from fourfold.models.slot_cache import SlotPass
-from fourfold.models.slot_pass import LlamaPass, pass_agrees
+from fourfold.models.slot_pass import LIKE_LLAMA, LlamaPass, pass_agrees
 from fourfold.models.split import Part
 
 
@@ -36,7 +36,7 @@ class PackedLinear:
         self._sizes = [layer.out_features for layer in layers]
         weights = [layer.weight.detach() for layer in layers]
         self.dtype = weights[0].dtype
-        self._weight = packed(_joined(weights))
+        self._weight: Tensor | None = packed(_joined(weights))
         biased = any(layer.bias is not None for layer in layers)
         self._bias = torch.cat([_bias_of(layer) for layer in layers]).to(self.dtype) if biased else None
         for layer in layers:
@@ -44,11 +44,13 @@ class PackedLinear:
 
     def __call__(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
         """The outputs of all layers side by side."""
+        assert self._weight is not None, "the weights are back in their modules"
         return linear_packed(x.to(self.dtype), self._weight, self._bias)
 
     def restore(self) -> None:
         """Give the modules their weights back."""
-        pieces = self._weight.to_dense().split(self._sizes)
+        assert self._weight is not None
+        pieces, self._weight = self._weight.to_dense().split(self._sizes), None  # one layer's at a time is there twice
         for layer, piece in zip(self._layers, pieces, strict=True):
             layer.weight.data = piece  # one below the other in one piece of memory: to be joined again without a copy
 
@@ -120,6 +122,8 @@ def packed_head(head: LanguageHead, compute_dtype: torch.dtype) -> Iterator[None
 
 def can_be_packed(part: Part) -> bool:
     """Whether all weights of its layers may move: frozen, plain, on a CPU, of a type that it has instructions for."""
+    if part.body.config.model_type not in LIKE_LLAMA:
+        return False
     linears = [linear for layer in part.layers for linear in linear_layers(layer)]
     apart = len({id(linear.weight) for linear in linears}) == len(linears) > 0
     return apart and all(_is_plain(linear) and is_packable(linear.weight, part.compute_dtype) for linear in linears)

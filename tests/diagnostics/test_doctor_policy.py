@@ -77,7 +77,7 @@ def test_a_reference_that_goes_along_hides_no_hacking(tmp_path: Path) -> None:
 def test_kl_runs_away_without_held_out_prompts_too(tmp_path: Path) -> None:
     changes: Tree = {"data": {"prompts_test": None}, "evaluation": None}
     examination = examined(patient(tmp_path, "count_of_a", changes, learning_rate=3e-2, kl_coef=0.0))
-    found(examination, "KL runaway")
+    found(examination, "KL runaway", also={"truncation drift"})
     reasons = {each.name: each.reason for each in examination.unjudged}
     assert "data.prompts_test" in reasons["reward hacking"]
 
@@ -96,9 +96,8 @@ def test_old_log_probs_at_another_temperature_give_ratios_that_are_not_1(tmp_pat
 
 
 def test_a_reward_for_length_makes_the_actor_drift_into_the_limit(tmp_path: Path) -> None:
-    """One token in five ends a response; paid by the letter, the actor stops drawing these."""
-    ends: Tree = {"sampling": {"extra_eos_token_ids": list(range(4, 36))}}
-    examination = examined(patient(tmp_path, "length", ends, learning_rate=5e-3, kl_coef=0.0))
+    """Many tokens end a response; paid by the letter, the actor stops drawing these."""
+    examination = examined(patient(tmp_path, "length", learning_rate=2e-2, kl_coef=0.0))
     verdict = found(examination, "truncation drift", also=ALSO_OF_LENGTH)["truncation drift"]
     assert verdict.remedy == "ppo.missing_eos_penalty = 1  # is 0"
     assert "of those that ended" in verdict.evidence
