@@ -97,7 +97,7 @@ def test_old_log_probs_at_another_temperature_give_ratios_that_are_not_1(tmp_pat
 
 def test_a_reward_for_length_makes_the_actor_drift_into_the_limit(tmp_path: Path) -> None:
     """Many tokens end a response; paid by the letter, the actor stops drawing these."""
-    examination = examined(patient(tmp_path, "length", learning_rate=2e-2, kl_coef=0.0))
+    examination = examined(patient(tmp_path, "length", learning_rate=1e-2, kl_coef=0.0, steps=40))
     verdict = found(examination, "truncation drift", also=ALSO_OF_LENGTH)["truncation drift"]
     assert verdict.remedy == "ppo.missing_eos_penalty = 1  # is 0"
     assert "of those that ended" in verdict.evidence
