@@ -112,6 +112,8 @@ def load_own_tensors(role: Policy | Scorer, tensors: Mapping[str, Source], *, sh
 def save_role(folder: Path, role: Policy | Scorer, record: RoleRecord) -> None:
     """Write a role; the record comes last, so a folder with a record is whole."""
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f".partial-{TENSORS}-*"):  # by a process that was killed here: one at a time writes a role
+        left.unlink(missing_ok=True)
     with replacing(folder / TENSORS) as new:
         write_tensors(new, own_tensors(role, shares_head=record.shares_head))
     write_atomically(folder / RECORD, json.dumps(asdict(record), indent=2) + "\n")

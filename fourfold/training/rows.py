@@ -40,12 +40,14 @@ def training_row(
     """
     row = {**counters(progress), "policy_version": progress.step - 1, "kl_coef": shaping.kl_coef}
     row |= _scores(scored.scores[valid]) | parts_row(scored.score_parts[valid], config.reward.dimensions)
-    row |= _rollout(scored) | {"invalid_scores": int((~valid).sum())}
+    row |= _rollout(scored) | truncation_row(scored) | {"invalid_scores": int((~valid).sum())}
     row |= curriculum_row(config, progress.step - 1) | shaping_row(
         experience, config.ppo, shaping, config.reward.dimensions
     )
     row["score_shaped_mean"] = float(experience.total(shape_scores(experience, config.ppo, shaping)).mean())
     row["dropped_rows"] = len(scored.sequences) - len(experience.sequences)
+    cut = valid & scored.truncated if config.ppo.truncation == "drop" else valid & False
+    row["dropped_truncated_rows"] = int(cut.sum())
     row["reward_per_sequence_mean"] = float(experience.total(experience.rewards).sum(dim=1).mean())
     row |= _values(experience) | dimensions_row(scored.score_parts[valid], experience, config)
     row |= learned
@@ -116,6 +118,17 @@ def _rollout(scored: ScoredRollout) -> dict[str, float]:
         "sampler_gap_mean": float(gap.mean()),
         "sampler_gap_max": float(gap.max()),
         "sampler_kl_k3_per_token_mean": float(sampler_kl.mean()),
+    }
+
+
+def truncation_row(scored: ScoredRollout) -> dict[str, float]:
+    """Log-ratio to the reference of cut responses and of those that ended, of either only where there are any."""
+    ratio = torch.where(scored.response_mask, scored.log_probs - scored.ref_log_probs, 0.0).sum(dim=1)
+    kinds = {"truncated": scored.truncated, "ended": ~scored.truncated}
+    return {
+        f"kl_k1_{name}_per_token_mean": float(ratio[rows].sum() / scored.lengths[rows].sum())
+        for name, rows in kinds.items()
+        if rows.any()
     }
 
 

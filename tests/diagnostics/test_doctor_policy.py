@@ -25,6 +25,10 @@ from fourfold.training import ppo
 from tiny import tiny_directory
 from training.runs import Tree, merged
 
+# What else a reward for every letter does to a tiny actor and its critic.
+ALSO_OF_LENGTH = {"KL runaway", "reward length bias", "critic length bias", "critic underfit: bias", "reward hacking",
+                  "critic underfit: variance", "clip fraction high", "entropy collapse", "critic plateau"}  # fmt: skip
+
 
 def test_a_reward_for_one_letter_without_kl_is_hacked(tmp_path: Path) -> None:
     """FAULTS N7: the reward rises, and every prompt gets the same answer."""
@@ -73,7 +77,7 @@ def test_a_reference_that_goes_along_hides_no_hacking(tmp_path: Path) -> None:
 def test_kl_runs_away_without_held_out_prompts_too(tmp_path: Path) -> None:
     changes: Tree = {"data": {"prompts_test": None}, "evaluation": None}
     examination = examined(patient(tmp_path, "count_of_a", changes, learning_rate=3e-2, kl_coef=0.0))
-    found(examination, "KL runaway")
+    found(examination, "KL runaway", also={"truncation drift"})
     reasons = {each.name: each.reason for each in examination.unjudged}
     assert "data.prompts_test" in reasons["reward hacking"]
 
@@ -89,6 +93,14 @@ def test_old_log_probs_at_another_temperature_give_ratios_that_are_not_1(tmp_pat
     with old_log_probs_at(0.7):
         examination = examined(patient(tmp_path, learning_rate=1e-3))
     found(examination, "ratio not 1", also={"clip fraction high", "KL negative"})
+
+
+def test_a_reward_for_length_makes_the_actor_drift_into_the_limit(tmp_path: Path) -> None:
+    """Many tokens end a response; paid by the letter, the actor stops drawing these."""
+    examination = examined(patient(tmp_path, "length", learning_rate=1e-2, kl_coef=0.0, steps=40))
+    verdict = found(examination, "truncation drift", also=ALSO_OF_LENGTH)["truncation drift"]
+    assert verdict.remedy == "ppo.missing_eos_penalty = 1  # is 0"
+    assert "of those that ended" in verdict.evidence
 
 
 def test_an_actor_that_does_not_move_stands_still(tmp_path: Path) -> None:

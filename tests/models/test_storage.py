@@ -35,6 +35,13 @@ def scorer(seed: int = 0) -> Scorer:
     return made
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left = tmp_path / f".partial-{TENSORS}-999999999"
+    left.write_bytes(b"half of it")
+    save_role(tmp_path, policy(), TRUNK)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([TENSORS, RECORD])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["trunk", "none"])
 def test_a_policy_comes_back_to_the_bit(tmp_path: Path, family: str, mode: str) -> None:

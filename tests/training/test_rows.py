@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 
 from fourfold.batch import Experience, ScoredRollout
 from fourfold.diagnostics.metrics import METRICS, check_row
 from fourfold.training import trainer as trainer_module
+from fourfold.training.rows import truncation_row
 from fourfold.training.trainer import Trainer
 from training.runs import by_function, give_value_head, make_config, make_trainer, merged, settings, steps_of
 
@@ -114,7 +117,30 @@ def test_spreads_and_correlations_are_of_the_sets_that_the_table_names(dropped: 
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert row["invalid_scores"] == (~valid).sum()
     assert row["dropped_rows"] == len(valid) - len(learned.sequences)
+    assert row["dropped_truncated_rows"] == int((scored.truncated.numpy() & valid).sum())
     assert not learned.truncated.any() and scored.truncated.any()
+
+
+def test_kl_of_cut_responses_is_told_apart(dropped: Any) -> None:
+    """By a loop over rows, of all that were sampled."""
+    row, scored, _, _ = dropped
+    sums, tokens = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    for i, cut in enumerate(scored.truncated.tolist()):
+        length = int(scored.response_mask[i].sum())
+        ratio = scored.log_probs[i, :length].double() - scored.ref_log_probs[i, :length].double()
+        sums[cut], tokens[cut] = sums[cut] + float(ratio.sum()), tokens[cut] + length
+    assert all(tokens.values())
+    assert row["kl_k1_truncated_per_token_mean"] == pytest.approx(sums[True] / tokens[True], rel=1e-4, abs=1e-6)
+    assert row["kl_k1_ended_per_token_mean"] == pytest.approx(sums[False] / tokens[False], rel=1e-4, abs=1e-6)
+    whole = row["kl_k1_per_sequence_mean"] * len(scored.sequences)
+    assert whole == pytest.approx(sum(sums.values()), rel=1e-4, abs=1e-5)
+
+
+def test_without_cut_responses_nothing_is_said_of_them(dropped: Any) -> None:
+    scored = dropped[1]
+    none = torch.zeros_like(scored.truncated)
+    assert set(truncation_row(replace(scored, truncated=none))) == {"kl_k1_ended_per_token_mean"}
+    assert set(truncation_row(replace(scored, truncated=~none))) == {"kl_k1_truncated_per_token_mean"}
 
 
 def test_an_actor_that_stands_still_has_no_metrics(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ OVER_TARGET = 2.0
 # KL below 0, nats a token.
 NEGATIVE = 0.01
 STEP_0 = "kl_step_0_per_sequence_mean"
+# Of responses that the limit cuts: share, its rise, and log p(actor) - log p(reference), nats a token.
+CUT, MORE_CUT, DRIFT = 0.2, 0.1, 0.05
 # Surprise of the sampled tokens against the entropy of the policy, nats a token.
 SURPRISE = 0.15
 # KL of a token before the first step, nats: beyond every bound of pre-flight.
@@ -211,6 +213,30 @@ def _held_here(config: RunConfig) -> str:
     return first_taken(config, engine, away)
 
 
+def truncation_drift(records: Records) -> Finding:
+    """The actor moves towards responses that never end: more of them are cut, and it likes those better than before."""
+    drift, ended = records.series("kl_k1_truncated_per_token_mean"), records.series("eos_share")
+    cut = Estimate(1 - ended.end.value, ended.end.error)
+    more = ended.start.minus(ended.end)
+    said = ""
+    with contextlib.suppress(CannotJudge):  # where hardly any response ends there is nothing to compare with
+        others = records.series("kl_k1_ended_per_token_mean").end
+        said = f", {others.value:+.3g} of those that ended"
+    evidence = (
+        f"the limit cuts {1 - ended.start.value:.0%} -> {cut.value:.0%} of the responses from the first to the last "
+        f"third of the steps (limit {CUT:.0%}, {MORE_CUT:.0%} more), and log p(actor) - log p(reference) of those is "
+        f"{drift.end.value:+.3g} ± {drift.end.error:.1g} nats a token (limit {DRIFT}){said}"
+    )
+    confidence = min(cut.above(CUT), more.above(MORE_CUT), drift.end.above(DRIFT))
+    penalty, longest = records.config.ppo.missing_eos_penalty, records.config.sampling.max_new_tokens
+    remedy = first_taken(
+        records.config,
+        f"ppo.missing_eos_penalty = {2 * penalty if penalty else 1:g}  # is {penalty:g}",
+        f"sampling.max_new_tokens = {2 * longest}  # is {longest}",
+    )
+    return Finding(evidence, confidence, remedy, ended.all_steps)
+
+
 def stale_data(records: Records) -> Finding:
     """Responses of an older policy than the one that learns from them."""
     step, kept = records.last_training()
@@ -286,6 +312,18 @@ DIAGNOSES = (
         "`precision.reference` = 'auto', or one that rounds less; `reference.engine` = 'torch', "
         "`reference.residency` = 'keep'.",
         precision_gap,
+    ),
+    Diagnosis(
+        "truncation drift",
+        "policy",
+        "warning",
+        "The actor moves towards responses that never end: the limit cuts more and more of them, and they are what it "
+        "has come to like better than the reference does.",
+        f"Last third of the steps: the smallest of the confidences that 1 - eos_share is above {CUT:.0%}, that it has "
+        f"risen by {MORE_CUT:.0%} since the first third, and that kl_k1_truncated_per_token_mean is above {DRIFT} "
+        "nats.",
+        "Set `ppo.missing_eos_penalty`, or raise `sampling.max_new_tokens`.",
+        truncation_drift,
     ),
     Diagnosis(
         "stale data",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from fourfold.diagnostics.metrics.costs import COSTS
 from fourfold.diagnostics.metrics.critic import CRITIC
 from fourfold.diagnostics.metrics.dimensions import DIMENSIONS, STEERING
+from fourfold.diagnostics.metrics.lengths import LENGTHS
 from fourfold.diagnostics.metrics.metric import Band, Metric
 from fourfold.diagnostics.metrics.rollout import COUNTERS, EVALUATION, ROLLOUT
 from fourfold.diagnostics.metrics.shaping import SHAPING
@@ -18,6 +19,7 @@ _SECTIONS: dict[str, dict[str, tuple[Metric, ...]]] = {
     "ppo_step": {
         "Counters": COUNTERS,
         "Rollout": ROLLOUT,
+        "Lengths": LENGTHS,
         "Shaping of scores": SHAPING,
         "Policy": POLICY,
         "Value": VALUE,
