@@ -63,9 +63,24 @@ def linear_in_pieces(
 
 def is_packable(weight: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether products with a frozen weight can be made with it `packed`, and are the same bit for bit then."""
-    half = weight.dtype == compute_dtype != torch.float32
-    here = weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return here and half and not weight.requires_grad and product_dtype("cpu", weight.dtype) == weight.dtype
+    half = weight.device.type == "cpu" and weight.dtype == compute_dtype != torch.float32
+    return half and not weight.requires_grad and torch.backends.mkldnn.enabled and _packs(weight.dtype)
+
+
+@cache
+@torch.no_grad()
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether this torch on this processor packs weights and multiplies by them as by plain ones: tried out once."""
+    if not torch.backends.mkldnn.is_available() or product_dtype("cpu", dtype) != dtype:
+        return False
+    numbers = torch.randn(16 + 96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x, weight = numbers[:16], numbers[16:].clone()
+    try:
+        held = packed(weight)
+        same = torch.equal(linear_packed(x, held, None), nn.functional.linear(x, weight))
+        return same and torch.equal(held.to_dense(), weight)
+    except RuntimeError:
+        return False
 
 
 def packed(weight: Float[Tensor, "outputs inputs"]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fourfold.batch import Rollout
 from fourfold.memory.tensors import LiveTensors
 from fourfold.models import packed as packing
+from fourfold.models import products
 from fourfold.models.heads import LanguageHead
 from fourfold.models.packed import PackedLinear, can_be_packed, packed_head, packed_layers, passes_for_decoding
 from fourfold.models.products import is_packable, packed
@@ -128,6 +129,19 @@ def test_a_head_is_packed_beside_its_weight() -> None:
     assert head.packed is None
     with packed_head(head, torch.float32):
         assert head.packed is None
+
+
+@pytest.mark.parametrize("fault", ["refuses", "other numbers"])
+def test_a_build_of_torch_that_packs_otherwise_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def packs_badly(weight: Tensor) -> Tensor:
+        if fault == "refuses":
+            raise NotImplementedError("no such operator in this build")
+        return packed(weight.flip(0))
+
+    products._packs.cache_clear()
+    monkeypatch.setattr(products, "packed", packs_badly)
+    assert not is_packable(torch.zeros(1, dtype=HALF), HALF)
+    products._packs.cache_clear()
 
 
 def test_bytes_of_packed_weights_are_counted() -> None:
